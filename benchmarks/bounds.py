@@ -86,7 +86,8 @@ from transformers.trainer_callback import PrinterCallback
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data import few_shot
 from opo_trl.data.arithmetic.task import draw_split
-from opo_trl.objective import OPO, TOPR, Objective
+from opo_trl.objective import OPO, Objective
+from opo_trl.objectives import TOPR
 
 from . import offline, real_model
 from .many_runs import read_command_line

@@ -58,7 +58,6 @@ from datasets import Dataset
 from scipy import stats
 from transformers import TrainerCallback
 
-from opo_trl import methods
 from opo_trl.evaluate import Evaluation, evaluate
 from opo_trl.launch.callbacks import Validation
 from opo_trl.train import prepare
@@ -93,11 +92,7 @@ class GSPO(published.GSPO):
 
 # By OPOTrainer, with OPO's recipe.
 TruncatedReinforce = CELLS["reward-bounded-none"]
-SIMPLE = methods.Method("simple", "Truncated REINFORCE", "#e69f00", objective=f"{__name__}.TruncatedReinforce")
-LOSSES = {
-    "GSPO": methods.Method("gspo_loss", "GSPO", "#b03a86", objective="benchmarks.real_model.GSPO"),
-    "GRPO": methods.Method("grpo_loss", "GRPO", "#0072b2", objective="benchmarks.objectives.published.GRPO"),
-}
+LOSSES = {"GSPO": "benchmarks.real_model.GSPO", "GRPO": "benchmarks.objectives.published.GRPO"}
 
 
 @dataclass(frozen=True)
@@ -130,11 +125,11 @@ class Run:
             "dataset_test_split": "validation" if self.tuning else "test",
             "report_levels": self.task,
         }
-        if self.method == SIMPLE.label:
-            fields["trainer"] = SIMPLE.name
+        if self.method == "Truncated REINFORCE":
+            fields["objective"] = "benchmarks.real_model.TruncatedReinforce"
         if loss:
             passes, staleness = PASSES[recipe], 8 if PASSES[recipe] > 2 else 0
-            fields |= {"trainer": loss.name, "num_iterations": passes, "max_staleness": staleness}
+            fields |= {"objective": loss, "num_iterations": passes, "max_staleness": staleness}
             fields["log_ratio_reduction"] = "mean"
         if self.method == LORA:
             fields |= ADAPTERS
@@ -194,15 +189,13 @@ def jobs_to_run(description: str | None, record: Path, page: Callable[[], str]) 
 
 
 def measured_run(
-    run: Any, *others: methods.Method, score: Callable[[Evaluation], float] = lambda evaluation: evaluation.accuracy
+    run: Any, *, score: Callable[[Evaluation], float] = lambda evaluation: evaluation.accuracy
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
     """
-    Train and measure in this process, which must be a new one and then knows other methods as well.
+    Train and measure in this process, which must be a new one.
 
     Returns what was measured, and the entries of the log.
     """
-    for method in others:
-        methods.register(method)
     with tempfile.TemporaryDirectory() as place, (Path(place) / "log.txt").open("w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
@@ -229,7 +222,7 @@ def train(run: Run) -> dict[str, Any]:
     """Train and measure in this process, which must be a new one."""
     torch.set_num_threads(1)
     multiply_as_bfloat16()
-    return measured_run(run, SIMPLE, *LOSSES.values())[0]
+    return measured_run(run)[0]
 
 
 def differences(method: str, task: str, found: dict[Run, dict[str, Any]]) -> list[float]:

@@ -8,27 +8,27 @@ and the forward and backward passes and optimizer steps on the rollout.
 import contextlib
 import functools
 import io
+import itertools
 import json
 import random
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from datasets import Dataset
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
-
-from .memory_probes import held_bytes, profiled
 
 
 MATH_LENGTHS = Path(__file__).resolve().parent / "results" / "math_lengths.json"
@@ -142,14 +142,10 @@ class ReplayingOPOTrainer(Replay, OPOTrainer):
     """OPO's trainer with a fixed rollout."""
 
 
-class ReplayingRolloutTrainer(Replay, RolloutTrainer):
-    """Our trainer with TRL's loss, and with a fixed rollout."""
-
-
-TRAINERS: dict[str, tuple[type, type]] = {
+TRAINERS: dict[str, tuple[type, Callable[..., Any]]] = {
     "GRPO": (ReplayingGRPOTrainer, GRPOConfig),
     "OPO": (ReplayingOPOTrainer, OPOConfig),
-    "our GRPO": (ReplayingRolloutTrainer, RolloutConfig),
+    "our GRPO": (ReplayingOPOTrainer, functools.partial(OPOConfig, objective="grpo")),
 }
 
 
@@ -324,4 +320,8 @@ class Split:
 
 def allocated_peak(trainer: Any) -> int:
     """Peak bytes of a phase on the CPU, besides what existed before: weights and moments."""
-    return max(held for _, held in held_bytes(profiled(lambda: phase(trainer))))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        phase(trainer)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events))

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncOPOConfig", "AsyncOPOTrainer", "OPOConfig", "OPOTrainer", "RolloutConfig", "RolloutTrainer"]
+__all__ = ["AsyncOPOConfig", "AsyncOPOTrainer", "OPOConfig", "OPOTrainer"]
 
 if TYPE_CHECKING:
     from .asynchronous.config import AsyncOPOConfig
     from .asynchronous.trainer import AsyncOPOTrainer
-    from .config import OPOConfig, RolloutConfig
-    from .rollout.trainer import RolloutTrainer
+    from .config import OPOConfig
     from .trainer import OPOTrainer
 
 
@@ -23,9 +22,9 @@ def __getattr__(name: str):
         "AsyncOPOTrainer": ".asynchronous.trainer",
         "OPOConfig": ".config",
         "OPOTrainer": ".trainer",
-        "RolloutConfig": ".config",
-        "RolloutTrainer": ".rollout.trainer",
     }
+    if name in ("RolloutConfig", "RolloutTrainer"):
+        raise AttributeError(f"{name} is gone: use OPO{name[7:]} with `objective`, such as objective='grpo'.")
     if name in modules:
         return getattr(import_module(modules[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

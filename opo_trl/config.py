@@ -5,115 +5,310 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from trl import GRPOConfig
 
 from .checks import devices, paths, ranges
-from .checks.addresses import check_host, check_url
 from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
 from .checks.silent import check_options
-from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, hints, integer, setting
+from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, integer, setting
 from .metrics.log import Watch
-from .objective import OBJECTIVES, DriveScaling, Objective, Positivity, Push, RatioForm, Reduction, objective_named
+from .objective import DriveScaling, Objective, Positivity, RatioForm, Reduction
+from .objectives import NEAREST, OBJECTIVES, Push, objective_named
 
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
-SaveFailure = Literal["stop", "continue"]
 
 
-# Parent fields that shape a loss OPO does not compute, and what to use instead. Only non-default values are rejected:
-# a field set to its default looks like one that is not set.
-REJECTED_FIELDS = {
-    "loss_type": "an objective has one loss; choose it with `objective`, and OPO's form with `ratio_form`",
-    **dict.fromkeys(
-        ("epsilon", "epsilon_high", "delta"),
-        "no ratio is clipped; bound the update with `mu`, or the weight with `objective: topr`",
-    ),
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to the VESPO loss"
-    ),
-    "label_smoothing_factor": "it acts on supervised labels only",
-}
+# Field that acts on supervised labels only → what is wrong with it. Only non-default values are rejected.
+REJECTED_FIELDS = {"label_smoothing_factor": "it acts on supervised labels only"}
+
+
+BOUNDS = Range(0, text="two numbers of at least 0, the lower first")
 
 
 @dataclass
-class RolloutConfig(Masked, GRPOConfig):
-    r"""
-    Configuration class for the [`RolloutTrainer`], and the base class of [`OPOConfig`].
-
-    All other parameters are those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`].
-
-    Parameters:
-        max_sampling_rounds (`int`, *optional*, defaults to `1`):
-            Maximum rounds of generation per rollout, at least 1. With 2 or more, sampling is dynamic, as in DAPO:
-            zero-variance groups, whose completions all have the same reward, are replaced by groups of new prompts
-            until none is left or the rounds are used up.
-        max_staleness (`int`, *optional*, defaults to `0`):
-            Number of earlier rollouts, at least 0, from which the passes after the first (`num_iterations`) draw
-            groups besides the current one; see [`~rollout.replay`]. With 0, each pass is over the current rollout.
-        rollouts (`str`, *optional*):
-            Recorded rollouts to train on, in place of `train_dataset` and generation: a file, folder or dataset on the
-            Hub, as [`~data.rollouts.load_rollouts`] reads it.
-        rollouts_model (`str`, *optional*):
-            Model that wrote the recorded completions, folder or Hub id. It computes their log-probabilities before
-            training, if they are not recorded.
-        save_rollouts (`bool`, *optional*, defaults to `False`):
-            Whether to record all completions of training in the folder `rollouts` of `output_dir`, in the form that
-            `rollouts` reads. Costs one forward pass over each rollout if training needs none.
-        max_completions (`int`, *optional*):
-            Number of completions to generate for training, at least 1: the run ends with the first rollout that
-            reaches it, or earlier, by `max_steps` or `num_train_epochs`.
-        max_reward_failure_rate (`float`, *optional*, defaults to `0.1`):
-            Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, the
-            run ends. The fraction is a moving average over all processes, in which each round of generation has
-            weight 0.1. 1 sets no limit.
-        max_skipped_steps (`int`, *optional*, defaults to `10`):
-            Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint
-            and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in
-            `skipped_step_{process}.pt`.
-        watches (`list[str]`, *optional*):
-            Bounds on logged metrics, such as `"warn if entropy < 0.1"` or `"stop if opo/chi2 > 2"`; see
-            [`~metrics.watches.Watches`].
-        save_failure (`str`, *optional*, defaults to `"stop"`):
-            What to do when a checkpoint cannot be written, for example on a full disk: `"stop"` ends the run with an
-            error; `"continue"` warns and trains on. Earlier checkpoints stay intact in both cases. With several
-            processes, the run can continue only if the lack of space was detected before the save began.
+class ObjectiveConfig:
+    """
+    The fields of OPO's objective, which [`OPOConfig`] documents, for all configurations that have them.
 
     Raises:
-        `ValueError`: a value is out of its range, a watch cannot be parsed, batch sizes do not divide evenly, there
-        are more processes than devices, `max_sampling_rounds` is above 1 although advantages are normalized over
-        groups that may still be replaced, or `enable_jit_checkpoint` is set, which saves in the middle of an optimizer
-        step.
+        `ValueError`: `mu` and `chi2_radius` are both set, a range is none, `objective` does not exist, or a field is
+            set that it does not read.
     """
 
-    unused_fields: ClassVar[frozenset[str]] = frozenset()  # inherited fields without effect; reports omit them
+    objective: Annotated[str | None, OBJECTIVE] = setting(
+        None,
+        "`'opo'`, the default: the paper's objective, [`OPO`]; `'topr'`: REINFORCE with bounded importance "
+        "weights, [`TOPR`]; `'grpo'`, `'gspo'`, `'dr_grpo'`, `'dapo'`, `'cispo'`, `'sapo'` or `'vespo'`: TRL's "
+        "loss of that name ([`~opo_trl.objectives`]); or the dotted path of a subclass of [`Objective`].",
+    )
+    loss_type: Annotated[str | None, OBJECTIVE] = setting(
+        None,
+        "TRL's name of an objective, for scripts that set it.",
+    )
+    push: Annotated[Push, OBJECTIVE] = setting(
+        "reward",
+        "What pushes a completion: `'reward'`: its reward less the mean of its group; `'advantage'`; `'escort'`: "
+        "OPO's centred escort weight, by `alpha` and `escort_temperature`.",
+    )
+    positive_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
+        lambda: [1.0, 1.0],
+        "Bounds on the weight π/π_k of the whole completion, without gradient, where the push is positive.",
+    )
+    negative_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
+        lambda: [0.0, 1.0],
+        "The same where the push is negative. `[0, 2]` for both with `push: reward` is truncated REINFORCE.",
+    )
+    alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
+        0.4,
+        r"Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight, so that nothing is "
+        r"learned; 0 gives the weights of the oracle P\* ∝ exp(A/τ).",
+    )
+    escort_temperature: Annotated[float, OBJECTIVE, POSITIVE] = setting(
+        1.0,
+        r"Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.",
+    )
+    adaptive_temperature: Annotated[bool, OBJECTIVE] = setting(
+        False,
+        "Whether to set τ per rollout from the behaviour policy's entropy and the rollout's success rate, see "
+        "[`OPO.temperature`].",
+    )
+    temperature_range: Annotated[
+        list[float], OBJECTIVE, Range(0, ends="(]", text="two positive numbers, the lower first")
+    ] = setting(
+        lambda: [0.2, 1.5],
+        "Lowest and highest adaptive τ.",
+    )
+    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = setting(
+        "absorbed",
+        "How log π_k, the log-probability under the behaviour policy (the paper's anchor), enters the escort "
+        "weight: `'absorbed'`: not at all, since the samples come from π_k; `'length_normalized'`: as the mean "
+        "per token; `'sequence'`: as the sum over the completion, which puts all weight on the least likely "
+        "completion when completions are long.",
+    )
+    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = setting(
+        "none",
+        "Divisor of the centred escort weight (the drive g = ω − E[ω]): its standard deviation over the `'group'`"
+        " or over the rollout (`'batch'`), or nothing (`'none'`).",
+    )
+    mu: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
+        None,
+        "χ² coefficient μ (the paper's stiffness), positive. Defaults to 0.3 if `chi2_radius` is not set either. "
+        "The paper's 1 is too large when a rollout serves many optimizer steps (`docs/choosing.md`). It has no "
+        "effect when a rollout serves a single step.",
+    )
+    chi2_radius: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
+        None,
+        "χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.",
+    )
+    positivity: Annotated[Positivity, OBJECTIVE] = setting(
+        "none",
+        r"How to keep 1 + v\* ≥ 0: `'none'`, `'stiffen'` (raise μ as much as needed), `'clip'` (v\* ≥ −1 + "
+        r"`positivity_epsilon`) or `'project'` (Euclidean projection on the simplex of each group).",
+    )
+    positivity_epsilon: Annotated[float, OBJECTIVE, Range(0, 1, ends="()")] = setting(
+        1e-3,
+        "Margin of `positivity='clip'`, in `(0, 1)`.",
+    )
+    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = setting(
+        "sum",
+        "`'sum'`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the"
+        " loss is divided by the rollout's mean completion length, so that gradient norms are comparable to "
+        "GRPO's. `'mean'`: Δ is divided by the completion's length T, which makes the trust region T times softer"
+        " at the same μ.",
+    )
+    log_ratio_clamp: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
+        None,
+        "Bound on the value of |Δ|, not on its gradient; positive. Defaults to 20 for `'sum'` and 5 for `'mean'`."
+        " `opo/frac_clamped` is the fraction of completions beyond it.",
+    )
+    ratio_form: Annotated[RatioForm, OBJECTIVE] = setting(
+        "truncated",
+        "Form of the loss: `'truncated'`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2; "
+        "`'log'`: the paper's surrogate, in u = Δ; `'exact'`: in u = π/π_k − 1, unbounded. Where completions are "
+        "reused or stale, the last two also have the weight min(π/π_k, 2).",
+    )
+
+    def check_objective(self) -> None:
+        """Check the combinations of fields, and fill in the defaults that depend on other fields."""
+        if self.mu is not None and self.chi2_radius is not None:
+            raise ValueError(
+                f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
+                "Remove one of them."
+            )
+        ranges_ = {
+            "temperature_range": "positive numbers",
+            **dict.fromkeys(("positive_bounds", "negative_bounds"), ""),
+        }
+        for name, wanted in ranges_.items():
+            low_high = getattr(self, name)
+            ordered = len(low_high) == 2 and low_high[0] <= low_high[1] > 0  # a weight of 0 would exclude samples
+            require(ordered, name, low_high, f"two {wanted or 'numbers'}, the lower first, the upper above 0")
+        if self.loss_type is not None:
+            nearest = f"one of {', '.join(OBJECTIVES)}; nearest is {NEAREST.get(self.loss_type, 'dapo')}"
+            require(self.loss_type in OBJECTIVES, "loss_type", self.loss_type, nearest)
+            if self.objective not in (None, self.loss_type):
+                both = f"objective={self.objective!r} and loss_type={self.loss_type!r}"
+                raise ValueError(f"{both} are both set, and each names a loss. Remove one of them.")
+            self.objective = self.loss_type
+        kind = objective_named(self.objective or "opo")
+        self.objective = next((word for word, own in OBJECTIVES.items() if own is kind), self.objective)
+        self._check_fields_of_others(kind)
+        if self.mu is None and self.chi2_radius is None and "mu" in kind.fields:
+            self.mu = 0.3
+        if self.log_ratio_clamp is None:
+            self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
+
+    def _check_fields_of_others(self, kind: type[Objective]) -> None:
+        """Reject fields of another objective of ours; one of the user's may read any."""
+        unread: set[str] = set()
+        if self.objective in OBJECTIVES:
+            unread |= {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
+        if self.objective == "topr" and self.push != "escort":
+            unread |= {"alpha", "escort_temperature"}
+        if self.objective == "topr" and self.push == "reward":
+            unread |= {"scale_rewards", "multi_objective_aggregation"}
+        for each in dataclasses.fields(self):
+            value, usual = getattr(self, each.name), default(each)
+            value = list(value) if isinstance(usual, list) else value
+            if each.name in unread and value != usual:
+                pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
+                readers = [name for name, other in OBJECTIVES.items() if each.name in other.fields]
+                instead = f", or set `objective` to {' or '.join(readers)}" if readers else ""
+                raise ValueError(
+                    f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}. Remove "
+                    f"`{each.name}`{instead}."
+                )
+
+    def describe_objective(self) -> str:
+        """Line of a run's plan: the loss."""
+        temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
+        terms = [
+            f"alpha = {self.alpha:g}",
+            f"temperature {temperature if self.adaptive_temperature else f'{self.escort_temperature:g}'}",
+            f"anchor correction {self.anchor_correction}",
+            f"drive scaling {self.drive_scaling}",
+            f"positivity {self.positivity}",
+            f"log-ratio {self.log_ratio_reduction} within ±{self.log_ratio_clamp:g}, {self.ratio_form} form",
+        ]
+        return ", ".join(terms)
+
+
+def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
+    """
+    Field → what is wrong with it by itself: the one place where a field is validated, besides its type.
+
+    Args:
+        kind (`type`): a configuration of a trainer, the script's arguments or TRL's [`~trl.ModelConfig`].
+        values (`Mapping`): its fields, perhaps with others.
+    """
+    found = ranges.problems(kind, values)
+    for name, reason in REJECTED_FIELDS.items():
+        if value := values.get(name):
+            found[name] = f"{name}={value!r} has no effect: {reason}. Remove `{name}`."
+    return found
+
+
+def check_fields(arguments: Any) -> None:
+    """
+    Check each field of a configuration by itself, with [`field_problems`].
+
+    Raises:
+        `ValueError`: names each field that is out of its range, or has no effect.
+    """
+    kind = type(arguments)
+    if found := field_problems(kind, {each.name: getattr(arguments, each.name) for each in dataclasses.fields(kind)}):
+        raise ValueError("\n".join(found.values()))
+
+
+@dataclass
+class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
+    r"""
+    Configuration class for the [`OPOTrainer`].
+
+    It adds parameters to those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Parameters that the
+    objective does not read, such as `epsilon` with `objective: opo`, are rejected unless they have their default.
+
+    Raises:
+        `ValueError`: a value is out of its range, fields exclude each other, the objective does not read a field, a
+            watch cannot be parsed, batch sizes do not divide evenly, there are more processes than devices, or
+            `enable_jit_checkpoint` is set, which saves in the middle of an optimizer step. The message names the
+            field, the value and what to do.
+    """
 
     max_sampling_rounds: Annotated[int, OBJECTIVE, COUNT] = setting(
-        1, "Maximum rounds of generation per rollout; 2 or more replace zero-variance groups."
+        1,
+        "Maximum rounds of generation per rollout, at least 1. With 2 or more, sampling is dynamic, as in DAPO: "
+        "zero-variance groups, whose completions all have the same reward, are replaced by groups of new prompts "
+        "until none is left or the rounds are used up.",
     )
     max_staleness: Annotated[int, OBJECTIVE, integer(0, 2**31 - 1)] = setting(
-        0, "Earlier rollouts from which the passes after the first draw groups, too."
+        0,
+        "Number of earlier rollouts, at least 0, from which the passes after the first (`num_iterations`) draw "
+        "groups besides the current one; see [`~rollout.replay`]. With 0, each pass is over the current rollout.",
     )
-    rollouts: Annotated[str | None, DATA] = setting(None, "Recorded rollouts to train on, in place of generation.")
+    rollouts: Annotated[str | None, DATA] = setting(
+        None,
+        "Recorded rollouts to train on, in place of `train_dataset` and generation: a file, folder or dataset on "
+        "the Hub, as [`~data.rollouts.load_rollouts`] reads it.",
+    )
     rollouts_model: Annotated[str | None, DATA] = setting(
-        None, "Model that wrote the completions of `rollouts`, if they have no log-probabilities."
+        None,
+        "Model that wrote the recorded completions, folder or Hub id. It computes their log-probabilities before "
+        "training, if they are not recorded.",
     )
-    save_rollouts: Annotated[bool, RUN] = setting(False, "Whether to record the completions of training.")
+    save_rollouts: Annotated[bool, RUN] = setting(
+        False,
+        "Whether to record all completions of training in the folder `rollouts` of `output_dir`, in the form that"
+        " `rollouts` reads. Costs one forward pass over each rollout if training needs none.",
+    )
     max_completions: Annotated[int | None, RUN, COUNT] = setting(
-        None, "Completions to generate for training, after which the run ends."
+        None,
+        "Number of completions to generate for training, at least 1: the run ends with the first rollout that "
+        "reaches it, or earlier, by `max_steps` or `num_train_epochs`.",
     )
     max_reward_failure_rate: Annotated[float, RUN, FRACTION] = setting(
-        0.1, "Maximum fraction of completions, in [0, 1], that isolated rewards may fail to score."
+        0.1,
+        "Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, "
+        "the run ends. The fraction is a moving average over all processes, in which each round of generation has"
+        " weight 0.1. 1 sets no limit.",
     )
     max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
-        10, "Consecutive optimizer steps with a non-finite gradient that end the run."
+        10,
+        "Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint "
+        "and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in "
+        "`skipped_step_{process}.pt`.",
     )
-    watches: Annotated[list[str], RUN] = setting(list, "Bounds on logged metrics, such as 'stop if opo/chi2 > 2'.")
-    save_failure: Annotated[SaveFailure, RUN] = setting("stop", "What to do when a checkpoint cannot be written.")
+    watches: Annotated[list[str], RUN] = setting(
+        list,
+        "Bounds on logged metrics, such as `'warn if entropy < 0.1'` or `'stop if opo/chi2 > 2'`; see "
+        "[`~metrics.watches.Watches`].",
+    )
+    plan_micro_batches: Annotated[bool, WORK] = setting(
+        True,
+        "Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim "
+        "each micro-batch to its longest sample, and exchange samples so that all processes compute about the "
+        "same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of "
+        "padding (4,096 on a GPU, where a micro-batch may hold more than `per_device_train_batch_size` samples, "
+        "but no more tokens than that many of the longest, if prompts can be computed once). With ZeRO-2, ZeRO-3 "
+        "and FSDP, which communicate in every micro-batch, it is the smallest possible.",
+    )
+    max_tokens_per_micro_batch: Annotated[int | None, WORK, integer(1, text="a positive number of tokens")] = setting(
+        None,
+        "Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches."
+        " A single sample above the limit gets one to itself. Needs `plan_micro_batches`.",
+    )
+    skip_inert_rows: Annotated[bool, WORK] = setting(
+        True,
+        "Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio "
+        "is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every "
+        "mean except `entropy`, and off-policy those of log-ratios, which then cover only the other samples. No "
+        "sample is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.",
+    )
 
     def __post_init__(self):
         self._check_values()
@@ -171,6 +366,18 @@ class RolloutConfig(Masked, GRPOConfig):
                     f"{name}={value!r} cannot be combined with max_sampling_rounds={rounds}: it normalizes over "
                     f"groups that are replaced later. Set `max_sampling_rounds` to 1, or leave `{name}` out."
                 )
+        self.check_objective()
+        budget = self.max_tokens_per_micro_batch
+        if budget is not None and not self.plan_micro_batches:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
+                "or leave `max_tokens_per_micro_batch` out."
+            )
+        if budget is not None and updates_in_backward(self):
+            raise ValueError(
+                f"max_tokens_per_micro_batch={budget} divides an optimizer step, but optim={self.optim.value!r} takes "
+                "one in every backward pass. Remove one of them."
+            )
 
     def _check_values(self):
         """Check each field on its own, pairs of bounds, and paths."""
@@ -193,14 +400,8 @@ class RolloutConfig(Masked, GRPOConfig):
             )
         weights = self.reward_weights
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
-        require("\0" not in (self.run_name or ""), "run_name", self.run_name, "a name without a NUL character")
         if self.vllm_server_base_url is not None:
-            self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
-        else:
-            check_host("vllm_server_host", self.vllm_server_host)
-        processes = int(os.environ.get("WORLD_SIZE", 1))
-        last = ranges.RANGES["seed"].high - processes + 1  # each process adds its rank
-        require(self.seed <= last, "seed", self.seed, f"an integer from 0 to {last:.0f}")
+            self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
         if self.output_dir is not None and os.environ.get("RANK", "0") == "0":
             paths.check_folder("output_dir", self.output_dir)
 
@@ -222,16 +423,11 @@ class RolloutConfig(Masked, GRPOConfig):
         check_options(self)
 
     def _check_launch(self):
-        """Check packages, JSON and devices, before anything initializes a device."""
+        """Check packages, before anything initializes a device."""
         if self.deepspeed:
             check_deepspeed(f"deepspeed={self.deepspeed!r}")
         elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
             check_deepspeed("The accelerate configuration")
-        for name in self._VALID_DICT_FIELDS:
-            value = getattr(self, name)
-            if name in ("deepspeed", "fsdp_config", "accelerator_config") or str(value).startswith("{"):
-                paths.check_json(name, value)
-        devices.check_number(on_cpu=self.use_cpu or os.environ.get("ACCELERATE_USE_CPU") == "true")
 
     def _check_batches(self):
         group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
@@ -277,306 +473,11 @@ class RolloutConfig(Masked, GRPOConfig):
         """Whether every rollout serves a single optimizer step: TRL then scores no completion before its step."""
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
 
-    def describe_policy(self) -> str:
-        """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
-        if self.is_on_policy:
-            return "on-policy: the ratio is 1 in every optimizer step"
-        return f"off-policy {self._when_off_policy()}: there the clip range acts"
-
     def _when_off_policy(self) -> str:
         if self.rollouts is not None:
             return "in every optimizer step, as completions are recorded"
         replayed = ", and in every pass that replays earlier rollouts" if self.max_staleness else ""
         return f"after the first optimizer step of a rollout{replayed}"
-
-    def describe_objective(self) -> str:
-        """Line of a run's plan: the loss."""
-        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        return (
-            f"loss type {self.loss_type}, ratio per {self.importance_sampling_level} within "
-            f"[1 - {self.epsilon:g}, 1 + {high:g}], beta = {self.beta:g}"
-        )
-
-
-BOUNDS = Range(0, text="two numbers of at least 0, the lower first")
-
-
-@dataclass
-class ObjectiveConfig:
-    """
-    The fields of OPO's objective, which [`OPOConfig`] documents, for all configurations that have them.
-
-    Raises:
-        `ValueError`: `mu` and `chi2_radius` are both set, a range is none, `objective` does not exist, or a field is
-            set that it does not read.
-    """
-
-    rejected_fields: ClassVar[Mapping[str, str]] = REJECTED_FIELDS  # without effect: why, and what to use instead
-
-    objective: Annotated[str, OBJECTIVE] = setting(
-        "opo", f"Objective: {' or '.join(OBJECTIVES)}, or the dotted path of a class."
-    )
-    push: Annotated[Push, OBJECTIVE] = setting("reward", "Of `objective: topr`: what pushes completions.")
-    positive_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
-        lambda: [1.0, 1.0], "Of `objective: topr`: bounds on the ratio of completions that are pushed up."
-    )
-    negative_bounds: Annotated[list[float], OBJECTIVE, BOUNDS] = setting(
-        lambda: [0.0, 1.0], "Of `objective: topr`: bounds on the ratio of completions that are pushed down."
-    )
-    alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(
-        0.4, "Escort exponent in [0, 1]: 1 weights all completions equally, 0 by P* ∝ exp(A/tau)."
-    )
-    escort_temperature: Annotated[float, OBJECTIVE, POSITIVE] = setting(
-        1.0, "Temperature of P* ∝ exp(A/tau), positive."
-    )
-    adaptive_temperature: Annotated[bool, OBJECTIVE] = setting(
-        False, "Whether to set tau per rollout from the policy's entropy and success rate."
-    )
-    temperature_range: Annotated[
-        list[float], OBJECTIVE, Range(0, ends="(]", text="two positive numbers, the lower first")
-    ] = setting(lambda: [0.2, 1.5], "Lowest and highest adaptive tau.")
-    anchor_correction: Annotated[AnchorCorrection, OBJECTIVE] = setting(
-        "absorbed", "How the behaviour policy enters the escort weight."
-    )
-    drive_scaling: Annotated[DriveScaling, OBJECTIVE] = setting(
-        "none", "Whether to standardize centred escort weights per group or batch."
-    )
-    mu: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
-        None, "Coefficient of the chi2 term, positive. 0.3 unless `chi2_radius` is set."
-    )
-    chi2_radius: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
-        None, "chi2 radius of the target, positive. Excludes `mu`."
-    )
-    positivity: Annotated[Positivity, OBJECTIVE] = setting("none", "How to keep 1 + v* >= 0.")
-    positivity_epsilon: Annotated[float, OBJECTIVE, Range(0, 1, ends="()")] = setting(
-        1e-3, "Margin of positivity='clip': v* >= -1 + epsilon. In (0, 1)."
-    )
-    log_ratio_reduction: Annotated[Reduction, OBJECTIVE] = setting(
-        "sum", "Log-ratio of the whole completion, or its mean per token."
-    )
-    log_ratio_clamp: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(
-        None, "Bound on the absolute log-ratio. 20 for 'sum' and 5 for 'mean' when not set."
-    )
-    ratio_form: Annotated[RatioForm, OBJECTIVE] = setting(
-        "truncated", "Form of the chi2 term: of the ratio up to 2, of its logarithm, or exact."
-    )
-
-    def check_objective(self) -> None:
-        """Check the combinations of fields, and fill in the defaults that depend on other fields."""
-        if self.mu is not None and self.chi2_radius is not None:
-            raise ValueError(
-                f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
-                "Remove one of them."
-            )
-        ranges_ = {
-            "temperature_range": "positive numbers",
-            **dict.fromkeys(("positive_bounds", "negative_bounds"), ""),
-        }
-        for name, wanted in ranges_.items():
-            low_high = getattr(self, name)
-            ordered = len(low_high) == 2 and low_high[0] <= low_high[1] > 0  # a weight of 0 would exclude samples
-            require(ordered, name, low_high, f"two {wanted or 'numbers'}, the lower first, the upper above 0")
-        kind = objective_named(self.objective)
-        self.objective = next((word for word, own in OBJECTIVES.items() if own is kind), self.objective)
-        self._check_fields_of_others(kind)
-        if self.mu is None and self.chi2_radius is None and "mu" in kind.fields:
-            self.mu = 0.3
-        if self.log_ratio_clamp is None:
-            self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
-
-    def _check_fields_of_others(self, kind: type[Objective]) -> None:
-        """Reject fields of another objective of ours; one of the user's may read any."""
-        unread: set[str] = set()
-        if self.objective in OBJECTIVES:
-            unread |= {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
-        if self.objective == "topr" and self.push != "escort":
-            unread |= {"alpha", "escort_temperature"}
-        if self.objective == "topr" and self.push == "reward":
-            unread |= {"scale_rewards", "multi_objective_aggregation"}
-        for each in dataclasses.fields(self):
-            value, usual = getattr(self, each.name), default(each)
-            value = list(value) if isinstance(usual, list) else value
-            if each.name in unread and value != usual:
-                pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
-                raise ValueError(
-                    f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}. Remove "
-                    f"`{each.name}`."
-                )
-
-    def describe_objective(self) -> str:
-        """Line of a run's plan: the loss."""
-        temperature = f"in {self.temperature_range} from {self.escort_temperature:g}"
-        terms = [
-            f"alpha = {self.alpha:g}",
-            f"temperature {temperature if self.adaptive_temperature else f'{self.escort_temperature:g}'}",
-            f"anchor correction {self.anchor_correction}",
-            f"drive scaling {self.drive_scaling}",
-            f"positivity {self.positivity}",
-            f"log-ratio {self.log_ratio_reduction} within ±{self.log_ratio_clamp:g}, {self.ratio_form} form",
-        ]
-        return ", ".join(terms)
-
-
-# Fields that hold a path, or may hold one.
-_PATHS = (
-    *("output_dir", "resume_from_checkpoint", "dataset_name", "model_name_or_path", "reward_model_name_or_path"),
-    *("accelerate_config", "rollouts", "rollouts_model"),
-)
-
-
-def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """
-    Field → what is wrong with it by itself: the one place where a field is validated, besides its type.
-
-    Args:
-        kind (`type`): a configuration of a trainer, the script's arguments or TRL's [`~trl.ModelConfig`].
-        values (`Mapping`): its fields, perhaps with others.
-    """
-    found = ranges.problems(kind, values)
-    for name in hints(kind).keys() & {*_PATHS}:
-        try:
-            paths.check_name(name, values.get(name))
-        except ValueError as error:
-            found[name] = str(error)
-    for each in dataclasses.fields(kind) if issubclass(kind, ObjectiveConfig) else ():
-        reason, value = kind.rejected_fields.get(each.name), values.get(each.name, default(each))
-        if each.name == "scale_rewards":
-            value = ranges.SCALES.get(str(value).lower(), value)
-        if reason is not None and value != default(each):
-            found[each.name] = f"{each.name}={value!r} has no effect: {reason}. Remove `{each.name}`."
-    return found
-
-
-def check_fields(arguments: Any) -> None:
-    """
-    Check each field of a configuration by itself, with [`field_problems`].
-
-    Raises:
-        `ValueError`: names each field that is out of its range, or that shapes a loss OPO does not compute.
-    """
-    kind = type(arguments)
-    if found := field_problems(kind, {each.name: getattr(arguments, each.name) for each in dataclasses.fields(kind)}):
-        raise ValueError("\n".join(found.values()))
-
-
-@dataclass
-class OPOConfig(ObjectiveConfig, RolloutConfig):
-    r"""
-    Configuration class for the [`OPOTrainer`].
-
-    It adds the parameters of OPO to those of [`RolloutConfig`], [`~trl.GRPOConfig`] and
-    [`~transformers.TrainingArguments`]. Parameters of GRPO's losses (`loss_type`, `epsilon`, `epsilon_high`, `delta`,
-    `sapo_*`, `vespo_*`) have no effect in OPO and are rejected unless they have TRL's default.
-
-    Parameters:
-        objective (`str`, *optional*, defaults to `"opo"`):
-            `"opo"`: the paper's objective, [`OPO`]; `"topr"`: REINFORCE with bounded importance weights, [`TOPR`]; or
-            the dotted path of a subclass of [`Objective`].
-
-        > Parameters of `objective: topr`
-
-        push (`str`, *optional*, defaults to `"reward"`):
-            What pushes a completion: `"reward"`: its reward less the mean of its group; `"advantage"`; `"escort"`:
-            OPO's centred escort weight, by `alpha` and `escort_temperature`.
-        positive_bounds (`list[float]`, *optional*, defaults to `[1, 1]`):
-            Bounds on the weight π/π_k of the whole completion, without gradient, where the push is positive.
-        negative_bounds (`list[float]`, *optional*, defaults to `[0, 1]`):
-            The same where the push is negative. `[0, 2]` for both with `push: reward` is truncated REINFORCE.
-
-        > Parameters that control the sampling geometry
-
-        alpha (`float`, *optional*, defaults to `0.4`):
-            Escort exponent α in `[0, 1]`. 1 gives every completion of a group the same weight, so that nothing is
-            learned; 0 gives the weights of the oracle P\* ∝ exp(A/τ).
-        escort_temperature (`float`, *optional*, defaults to `1.0`):
-            Temperature τ of P\*, positive. Smaller is sharper. With `adaptive_temperature` this is the base τ₀.
-        adaptive_temperature (`bool`, *optional*, defaults to `False`):
-            Whether to set τ per rollout from the behaviour policy's entropy and the rollout's success rate, see
-            [`OPO.temperature`].
-        temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
-            Lowest and highest adaptive τ.
-        anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
-            How log π_k, the log-probability under the behaviour policy (the paper's anchor), enters the escort weight:
-            `"absorbed"`: not at all, since the samples come from π_k; `"length_normalized"`: as the mean per token;
-            `"sequence"`: as the sum over the completion, which puts all weight on the least likely completion when
-            completions are long.
-        drive_scaling (`str`, *optional*, defaults to `"none"`):
-            Divisor of the centred escort weight (the drive g = ω − E[ω]): its standard deviation over the `"group"`
-            or over the rollout (`"batch"`), or nothing (`"none"`).
-
-        > Parameters that control the optimization geometry
-
-        mu (`float`, *optional*):
-            χ² coefficient μ (the paper's stiffness), positive. Defaults to 0.3 if `chi2_radius` is not set either.
-            The paper's 1 is too large when a rollout serves many optimizer steps (`docs/choosing.md`). It has no
-            effect when a rollout serves a single step.
-        chi2_radius (`float`, *optional*):
-            χ² radius ε of the target, positive: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`.
-        positivity (`str`, *optional*, defaults to `"none"`):
-            How to keep 1 + v\* ≥ 0: `"none"`, `"stiffen"` (raise μ as much as needed), `"clip"` (v\* ≥ −1 +
-            `positivity_epsilon`) or `"project"` (Euclidean projection on the simplex of each group).
-        positivity_epsilon (`float`, *optional*, defaults to `1e-3`):
-            Margin of `positivity="clip"`, in `(0, 1)`.
-        log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
-            `"sum"`: Δ is the log-ratio of the whole completion, and `opo/chi2` the χ² divergence of the policy; the
-            loss is divided by the rollout's mean completion length, so that gradient norms are comparable to GRPO's.
-            `"mean"`: Δ is divided by the completion's length T, which makes the trust region T times softer at the
-            same μ.
-        log_ratio_clamp (`float`, *optional*):
-            Bound on the value of |Δ|, not on its gradient; positive. Defaults to 20 for `"sum"` and 5 for
-            `"mean"`. `opo/frac_clamped` is the fraction of completions beyond it.
-        ratio_form (`str`, *optional*, defaults to `"truncated"`):
-            Form of the loss: `"truncated"`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2;
-            `"log"`: the paper's surrogate, in u = Δ; `"exact"`: in u = π/π_k − 1, unbounded. Where completions are
-            reused or stale, the last two also have the weight min(π/π_k, 2).
-
-        > Parameters that control how an optimizer step is computed, not its gradient
-
-        plan_micro_batches (`bool`, *optional*, defaults to `True`):
-            Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim
-            each micro-batch to its longest sample, and exchange samples so that all processes compute about the
-            same number of tokens. The number of micro-batches minimizes the cost, counting each as 256 tokens of
-            padding (4,096 on a GPU, where a micro-batch may hold more than `per_device_train_batch_size` samples, but
-            no more tokens than that many of the longest, if prompts can be computed once). With ZeRO-2, ZeRO-3 and
-            FSDP, which communicate in every micro-batch, it is the smallest possible.
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches. A
-            single sample above the limit gets one to itself. Needs `plan_micro_batches`.
-        skip_inert_rows (`bool`, *optional*, defaults to `True`):
-            Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio
-            is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every mean
-            except `entropy`, and off-policy those of log-ratios, which then cover only the other samples. No sample
-            is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.
-
-    Raises:
-        `ValueError`: a value is out of its range, `mu` and `chi2_radius` are both set, or a parameter that the
-        objective does not use is set. The message names the field, the value and what to do.
-    """
-
-    unused_fields: ClassVar[frozenset[str]] = frozenset({*REJECTED_FIELDS, "importance_sampling_level"})
-
-    plan_micro_batches: Annotated[bool, WORK] = setting(
-        True, "Whether to sort samples by length, and trim each micro-batch."
-    )
-    max_tokens_per_micro_batch: Annotated[int | None, WORK, integer(1, text="a positive number of tokens")] = setting(
-        None, "Maximum number of tokens in a micro-batch, including padding."
-    )
-    skip_inert_rows: Annotated[bool, WORK] = setting(True, "Whether to skip samples whose gradient is exactly 0.")
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_objective()
-        budget = self.max_tokens_per_micro_batch
-        if budget is not None and not self.plan_micro_batches:
-            raise ValueError(
-                f"max_tokens_per_micro_batch={budget} needs planned micro-batches. Set `plan_micro_batches` to True, "
-                "or leave `max_tokens_per_micro_batch` out."
-            )
-        if budget is not None and updates_in_backward(self):
-            raise ValueError(
-                f"max_tokens_per_micro_batch={budget} divides an optimizer step, but optim={self.optim.value!r} takes "
-                "one in every backward pass. Remove one of them."
-            )
 
     @property
     def off_policy_fields(self) -> str:
@@ -587,8 +488,11 @@ class OPOConfig(ObjectiveConfig, RolloutConfig):
         return ", ".join(f"`{name}: {value}`" for name, value in fields.items())
 
     def describe_policy(self) -> str:
+        """Line of a run's plan: whether it takes off-policy steps, and what bounds them."""
         if self.mu is None and self.chi2_radius is None:
-            return super().describe_policy()
+            if self.is_on_policy:
+                return "on-policy: the ratio is 1 in every optimizer step"
+            return f"off-policy {self._when_off_policy()}"
         term = f"chi2_radius = {self.chi2_radius:g}" if self.chi2_radius else f"mu = {self.mu:g}"
         if self.is_on_policy:
             return (

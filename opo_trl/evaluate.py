@@ -25,7 +25,6 @@ from scipy.stats import binomtest
 from transformers import set_seed
 from trl.trainer.utils import strip_images_from_messages
 
-from .checks.devices import check_placed
 from .trl import temporarily
 
 
@@ -155,7 +154,6 @@ def evaluate(
 
     Raises:
         `ValueError`: an empty dataset, fewer than one sample, or an unknown decoding.
-        `RuntimeError`: the model is not placed or sharded yet.
         [`RewardError`]: a reward function raises, or does not return one number, or `None`, for each completion.
     """
     if len(dataset) == 0:
@@ -164,7 +162,6 @@ def evaluate(
         raise ValueError(f"samples={samples} is not allowed. Pass at least 1.")
     if decoding not in ("greedy", "sampled"):
         raise ValueError(f"decoding={decoding!r} is unknown. Use 'greedy' or 'sampled'.")
-    check_placed(trainer)
     accelerator = trainer.accelerator
     batch = trainer.args.per_device_eval_batch_size
     total = len(dataset) * samples

@@ -1,13 +1,5 @@
-"""
-The methods that `opo-trl` trains with or reports on, a line for each.
+"""The trainers that a recipe can name, and what reports call the methods that they train with."""
 
-To add a method, write its [`Objective`], or its trainer and configuration, and add a line to [`METHODS`]. Recipes then
-accept `trainer: its_name` with the fields of its configuration, and reports use its label and colour. A script
-outside this package calls [`register`] instead, and then `opo_trl.train.main`; `opo-trl train` starts processes that
-do not know it.
-"""
-
-import functools
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,49 +13,25 @@ BASELINE = "grpo"  # of a comparison, by default
 
 
 @dataclass(frozen=True)
-class Method:
-    """
-    A method.
-
-    Args:
-        name (`str`), label (`str`), color (`str`):
-            What recipes call it, `trainer: name`, and what reports do; the colour of its curves, as `"#rrggbb"`.
-        trainer (`str`), config (`str`):
-            Dotted paths of its trainer, a subclass of [`RolloutTrainer`], and of its configuration, a subclass of
-            [`RolloutConfig`]; OPO's by default, [`ASYNC`] in asynchronous training. They are imported on use, since
-            importing TRL takes seconds.
-        page (`str`, *optional*):
-            Path of its documentation page in the repository.
-        settings (`Mapping[str, Any]`, *optional*):
-            Settings that distinguish its runs from those of other methods with the same trainer. If they contain a
-            `trainer`, its recipes name that trainer: GSPO is `trainer: grpo` with other fields.
-        objective (`str`, *optional*):
-            Dotted path of the [`Objective`] that its trainer takes in place of its own.
-    """
+class TrainerOfRecipes:
+    """Dotted paths of a trainer and its configuration, imported on use: importing TRL takes seconds."""
 
     name: str
-    label: str
-    color: str
-    trainer: str = "opo_trl.trainer.OPOTrainer"
-    config: str = "opo_trl.config.OPOConfig"
-    page: str = ""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    objective: str = ""
+    trainer: str
+    config: str
+    page: str
 
     @property
     def trainer_class(self) -> Any:
-        """Its trainer."""
-        if not self.objective:
-            return _imported(self.trainer)
-        return _with_objective(self.trainer, self.config, self.objective, self.label)
+        """The trainer."""
+        return _imported(self.trainer)
 
     @property
     def config_class(self) -> Any:
-        """The configuration of its trainer."""
+        """Its configuration."""
         return _imported(self.config)
 
 
-@functools.cache
 def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
     with warnings.catch_warnings():
@@ -71,65 +39,61 @@ def _imported(path: str) -> Any:
         return getattr(import_module(module), name)
 
 
-@functools.cache
-def _with_objective(trainer: str, config: str, objective: str, label: str) -> Any:
-    parent = _imported(trainer)
-    own = {"objective_class": _imported(objective), "_name": label, "_paper": {}, "__module__": parent.__module__}
-    if issubclass(_imported(config), parent.config_class):
-        own["config_class"] = _imported(config)
-    return type(parent.__name__, (parent,), own)
+_ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async_recipe.AsyncRecipeConfig")
+_TRAINERS = (
+    TrainerOfRecipes("opo", "opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig", "docs/methods/opo.md"),
+    TrainerOfRecipes("async_opo", *_ASYNC, "docs/async.md"),
+)
 
 
-_TRL = ("opo_trl.rollout.trainer.RolloutTrainer", "opo_trl.config.RolloutConfig")  # with TRL's losses
-
-ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async_recipe.AsyncRecipeConfig")
-
-_GRPO = {"loss_type": "grpo", "importance_sampling_level": "token"}
-_GSPO = {"trainer": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence"}
-_TOPR = {"trainer": "opo", "objective": "topr"}
-_PUBLISHED: dict[str, Any] = {**_TOPR, "positive_bounds": [1, 1], "negative_bounds": [0, 1]}
-_TRUNCATED: dict[str, Any] = {**_TOPR, "push": "reward", "positive_bounds": [0, 2], "negative_bounds": [0, 2]}
-# TRL's default loss is DAPO's, but a run with the rest of TRL's defaults is none of these methods.
-_DAPO = {"trainer": "grpo", "loss_type": "dapo", "mask_truncated_completions": True}
-
-# Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
-METHODS = [
-    Method("truncated_reinforce", "Truncated REINFORCE", "#e69f00", page="docs/reuse.md", settings=_TRUNCATED),
-    Method("topr", "TOPR", "#f0e442", page="docs/reuse.md", settings=_PUBLISHED),
-    Method("opo", "OPO", "#d55e00", page="docs/methods/opo.md"),
-    Method("grpo", "GRPO", "#0072b2", *_TRL, "docs/methods/baselines.md", _GRPO),
-    Method("gspo", "GSPO", "#b03a86", *_TRL, "docs/methods/baselines.md", _GSPO),
-    Method("dapo", "DAPO", "#56b4e9", *_TRL, "docs/methods/baselines.md", _DAPO),
-    Method("async_opo", "Asynchronous OPO", "#009e73", *ASYNC, "docs/async.md"),
-]
-
-
-def register(method: Method) -> None:
-    """Add a method to [`METHODS`], replacing one of the same name."""
-    METHODS[:] = [*(other for other in METHODS if other.name != method.name), method]
-
-
-def by_trainer() -> dict[str, Method]:
-    """The methods that a recipe can name in `trainer`, by name."""
-    return {method.name: method for method in METHODS if "trainer" not in method.settings}
+def by_trainer() -> dict[str, TrainerOfRecipes]:
+    """The trainers that a recipe can name in `trainer`, by name."""
+    return {trainer.name: trainer for trainer in _TRAINERS}
 
 
 def config_classes() -> list[Any]:
-    """Configurations of the methods that fit the installed TRL; one that rests on an experimental module may not."""
+    """The configurations of these trainers that fit the installed TRL; asynchronous training is experimental there."""
     found = []
-    for method in METHODS:
+    for trainer in by_trainer().values():
         with suppress(ImportError):
-            found.append(method.config_class)
+            found.append(trainer.config_class)
     return found
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method in reports: its label, the colour of its curves, and the settings that tell its runs from others."""
+
+    name: str
+    label: str
+    color: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+_PUBLISHED: dict[str, Any] = {"objective": "topr", "positive_bounds": [1, 1], "negative_bounds": [0, 1]}
+_TRUNCATED: dict[str, Any] = {**_PUBLISHED, "push": "reward", "positive_bounds": [0, 2], "negative_bounds": [0, 2]}
+
+_GSPO = {"objective": "grpo", "importance_sampling_level": "sequence"}
+
+# Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
+METHODS = (
+    Method("async_opo", "Asynchronous OPO", "#009e73", {"trainer": "async_opo", "objective": "opo"}),
+    Method("opo", "OPO", "#d55e00", {"trainer": "opo", "objective": "opo"}),
+    Method("truncated_reinforce", "Truncated REINFORCE", "#e69f00", {"trainer": "opo", **_TRUNCATED}),
+    Method("topr", "TOPR", "#f0e442", {"trainer": "opo", **_PUBLISHED}),
+    Method("gspo", "GSPO", "#b03a86", {"trainer": "opo", "objective": "gspo"}),
+    Method("gspo", "GSPO", "#b03a86", {"trainer": "opo", **_GSPO}),
+    Method("grpo", "GRPO", "#0072b2", {"trainer": "opo", "objective": "grpo"}),
+    Method("dapo", "DAPO", "#56b4e9", {"trainer": "opo", "objective": "dapo", "mask_truncated_completions": True}),
+)
 
 
 def method_of(settings: Mapping[str, Any]) -> Method | None:
     """The method of a run, by its settings; `None` if they match no method."""
     settings = {"objective": "opo", **settings}  # which runs of earlier releases do not name
+    if settings.get("trainer") == "grpo":  # of an earlier release
+        settings |= {"trainer": "opo", "objective": settings.get("loss_type")}
     for method in METHODS:
-        own = {"trainer": method.name, **method.settings}
-        if method.trainer != _TRL[0] and not method.objective:
-            own = {"objective": "opo", **own}
-        if all(settings.get(name) == value for name, value in own.items()):
+        if all(settings.get(name) == value for name, value in method.settings.items()):
             return method
     return None

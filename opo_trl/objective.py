@@ -38,7 +38,6 @@ Omega, drive and target carry no gradient. This module depends only on torch.
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -49,7 +48,6 @@ DriveScaling = Literal["none", "group", "batch"]
 Positivity = Literal["none", "stiffen", "clip", "project"]
 RatioForm = Literal["truncated", "log", "exact"]
 Reduction = Literal["sum", "mean"]
-Push = Literal["escort", "reward", "advantage"]
 
 # Bound on the ratio π/π_k as a weight (docs/theory.md: its bias and variance).
 MAX_WEIGHT = 2.0
@@ -324,12 +322,17 @@ class Samples:
     age: Tensor  # in optimizer steps, of the behaviour policy
     reused: bool  # whether several passes train on completions, or a server writes them
     steering: Tensor | None = None  # of each token: whether it has a ratio (`top_entropy_quantile`); `None`: all
+    sampler_ratios: Tensor | None = None  # π_k/π_sampler of each token, or `[B, 1]` of completions; `None`: 1
+
+    @cached_property
+    def token_log_ratios(self) -> Tensor:
+        """Log-ratio of each token; 0 for those that do not count."""
+        return torch.where(self.mask, _at_least_float32(self.logps) - _at_least_float32(self.anchor_logps), 0.0)
 
     @cached_property
     def log_ratios(self) -> Tensor:
-        """Log-ratio of each token; 0 for those that do not count."""
-        keep = self.mask if self.steering is None else self.mask & self.steering
-        return torch.where(keep, _at_least_float32(self.logps) - _at_least_float32(self.anchor_logps), 0.0)
+        """The same; 0 also for tokens that have no ratio."""
+        return self.token_log_ratios if self.steering is None else self.token_log_ratios.where(self.steering, 0.0)
 
     @cached_property
     def moved(self) -> Tensor:
@@ -349,17 +352,15 @@ class Samples:
         """A value of each completion, for each of its tokens."""
         return x.unsqueeze(1)
 
-    def kl(self, reference_logps: Tensor, *, corrected: bool = False) -> Tensor:
+    def kl(self, reference_logps: Tensor, ratio: Tensor | None = None) -> Tensor:
         """
-        Estimate of the KL divergence to a reference policy in nats, as in TRL's `beta` term. Corrected, each token's
-        term is multiplied by its ratio to the behaviour policy, which makes the gradient unbiased.
+        Estimate of the KL divergence to a reference policy in nats, as in TRL's `beta` term, `[B]`. Multiplied by the
+        `ratio` to the behaviour policy, each token's term has an unbiased gradient.
         """
         logps = _at_least_float32(self.logps)
         difference = torch.where(self.mask, _at_least_float32(reference_logps) - logps, 0.0)
         terms = torch.expm1(difference) - difference
-        if corrected:
-            terms = terms * torch.where(self.mask, logps - _at_least_float32(self.anchor_logps), 0.0).exp()
-        return self.sum(terms)
+        return self.sum(terms if ratio is None else terms * ratio)
 
 
 @dataclass(frozen=True)
@@ -371,6 +372,8 @@ class Loss:
     log_ratio: Tensor
     clamped: Tensor  # whether the log-ratio is at its bound
     weights: Tensor  # 0 for excluded samples
+    clipped_low: Tensor | None = None  # share of its tokens below the range of the ratio, if it has one
+    clipped_high: Tensor | None = None  # above
 
     def total(self, rests: Tensor) -> Tensor:
         """`work + dissipation`; 0, with a gradient of exactly 0, for samples that rest (bool `[B]`)."""
@@ -398,9 +401,24 @@ class Objective:
         """Form of a χ² term."""
         return self.args.ratio_form
 
+    @property
+    def clips(self) -> str | None:
+        """Whether the ratio of each `"token"` or `"sequence"` is clipped, for the log."""
+        return None
+
+    @property
+    def log_ratio_reduction(self) -> Reduction:
+        """Whether the log-ratio is that of a completion, or its mean over tokens."""
+        return self.args.log_ratio_reduction
+
+    @property
+    def reduction(self) -> str:
+        """How a completion's loss depends on its length: a `"sum"` over tokens is divided by the mean length."""
+        return self.log_ratio_reduction
+
     def describe_objective(self) -> str:
         """Line of a run's plan."""
-        return f"{type(self).__name__}, log-ratio {self.args.log_ratio_reduction}"
+        return f"{type(self).__name__}, log-ratio {self.log_ratio_reduction}"
 
     def targets(self, groups: Groups) -> Targets:
         """Targets of complete groups: once per rollout, or when a group is scored."""
@@ -427,7 +445,19 @@ class Objective:
 
     def reduce(self, total: Tensor, samples: Samples) -> Tensor:
         """Sums over tokens, or means under `log_ratio_reduction: mean`."""
-        return total if self.args.log_ratio_reduction == "sum" else total / samples.length
+        return total if self.log_ratio_reduction == "sum" else total / samples.length
+
+    def kl(self, reference_logps: Tensor, samples: Samples, *, corrected: bool) -> Tensor:
+        """Estimate of the KL divergence of each sample to a reference policy, in nats, `[B]`."""
+        return samples.kl(reference_logps, samples.token_log_ratios.exp() if corrected else None)
+
+    def scale(self, length: Tensor, valid: Tensor) -> Tensor:
+        """
+        Factor of all losses of a rollout, from the number of tokens of its completions, `[N]`. The log-ratio of a
+        completion is a sum over its tokens, and so is its gradient: a constant of the rollout makes the norm
+        comparable with that of GRPO, whose loss is a mean over tokens.
+        """
+        return 1 / length[valid].mean() if self.reduction == "sum" and valid.any() else torch.tensor(1.0)
 
     def with_bounded_ratio(self, samples: Samples) -> Tensor:
         """The sampler's weight of each sample, times min(pi / pi_k, 2), which is above 0; without gradient."""
@@ -458,6 +488,7 @@ class OPO(Objective):
         {
             *("adaptive_temperature", "temperature_range", "anchor_correction", "drive_scaling"),
             *("mu", "chi2_radius", "positivity", "positivity_epsilon", "ratio_form"),
+            *("alpha", "escort_temperature", "log_ratio_reduction", "log_ratio_clamp"),
         }
     )
     is_regression = True
@@ -526,72 +557,3 @@ class OPO(Objective):
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         form = self.ratio_form
         return loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form=form, weights=weights)
-
-
-class TOPR(Objective):
-    """
-    REINFORCE with the tapered importance weights of TOPR (Le Roux et al., 2025, arXiv 2503.14286): `-w · g · Delta`.
-
-    The push g is `args.push` of the completion, and w the ratio pi / pi_k of all of it (`log_ratio_reduction: mean`:
-    the geometric mean over its tokens), without gradient, within
-    `args.positive_bounds` where g is positive and within `args.negative_bounds` where it is negative. TOPR's weights
-    are 1 and the ratio up to 1. With `[0, 2]` for both and the push r − r̄, this is truncated REINFORCE, with the
-    gradient of the expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Nothing pulls the policy back.
-    """
-
-    fields = frozenset({"push", "positive_bounds", "negative_bounds"})
-    pulls_back = False
-
-    def describe_objective(self) -> str:
-        args, (low, high), (least, most) = self.args, self.args.positive_bounds, self.args.negative_bounds
-        escort = f" (alpha = {args.alpha:g}, temperature {args.escort_temperature:g})" if args.push == "escort" else ""
-        beta = f", beta = {args.beta:g}" if getattr(args, "beta", 0) else ""
-        return (
-            f"TOPR, push {args.push}{escort}, ratio within [{low:g}, {high:g}] for right and "
-            f"[{least:g}, {most:g}] for wrong completions, log-ratio {args.log_ratio_reduction}{beta}"
-        )
-
-    def targets(self, groups: Groups) -> Targets:
-        args = self.args
-        if args.push == "reward" and not groups.has_rewards:
-            raise ValueError(
-                "The rollout has no `rewards_per_func`, which push='reward' needs. Return them from "
-                "`_generate_and_score_completions`, with shape [B, number of reward functions]."
-            )
-        # Advantages are centred, but rounding may leave something in a group of equal rewards.
-        given = groups.rewards if args.push == "reward" else groups.advantages
-        if args.push == "escort":
-            temperature = args.escort_temperature
-            given = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
-        drive, _ = project(given, **groups.rows)
-        return Targets(drive, drive, drive.new_ones(()))
-
-    def weights(self, samples: Samples) -> Tensor:
-        ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP).exp()
-        right, wrong = (ratio.clamp(*bounds) for bounds in (self.args.positive_bounds, self.args.negative_bounds))
-        return torch.where(samples.weights != 0, samples.weights * torch.where(samples.target > 0, right, wrong), 0.0)
-
-    def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-        push, _ = loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form="log", weights=weights)
-        return push, torch.zeros_like(push)
-
-
-OBJECTIVES: dict[str, type[Objective]] = {"opo": OPO, "topr": TOPR}
-
-
-def objective_named(name: str) -> type[Objective]:
-    """The objective of a word of [`OBJECTIVES`], or of the dotted path of a class. `ValueError` if there is none."""
-    if name in OBJECTIVES:
-        return OBJECTIVES[name]
-    found, why = None, ""
-    try:
-        module, _, kind = name.rpartition(".")
-        found = getattr(import_module(module), kind)
-    except Exception as error:  # of the module, which may raise anything
-        why = f": {type(error).__name__}: {error}"
-    if not (isinstance(found, type) and issubclass(found, Objective)):
-        raise ValueError(
-            f"objective={name!r} is none of {', '.join(OBJECTIVES)} and not the dotted path of a subclass of "
-            f"`opo_trl.objective.Objective`{why}. Set `objective` to one of them."
-        )
-    return found

@@ -4,7 +4,7 @@ Train a model with OPO or another method, from a recipe.
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train recipes/R.yaml [--alpha 0.3]
 
 A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the method's configuration ([`OPOConfig`], or
-[`RolloutConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
+[`OPOConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
 of a run are listed in `opo_trl.report.run_folder`.
 """
 
@@ -20,45 +20,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from . import methods
 from .arguments import OPOScriptArguments, check_together
 from .checks import files
-from .checks.errors import never_fail_to_print, report_error
+from .checks.errors import report_error
 from .checks.ranges import reject
 from .checks.secrets import mask, mask_words
 from .checks.silent import check_generation_config
 from .checks.weights import check_weights
-from .config import RolloutConfig
+from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
-from .launch import foreign, preflight, trackers
+from .launch import foreign, preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data, source_of
 from .launch.recipe import arguments, read
-from .launch.resume import check_readable, check_same_run, continues, forget_if_changed, known_accuracies
+from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal, StoppedBySignal
-from .launch.tools import Tools, check_rows, check_tool_template, load_tools
+from .launch.tools import Tools, check_conversations, load_tools
 from .report import run_folder
 from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError
 from .rollout import recorded
 from .rollout.checkpoint import resolve as find_checkpoint
-from .rollout.disk import SaveError
 from .rollout.position import check_resumable
 from .rollout.prompts import check_enough_prompts
-from .rollout.trainer import RolloutTrainer
+from .trainer import OPOTrainer
 
 
 @dataclass
 class Run:
     """A run that is ready to start. Its folder stays locked within `lock`."""
 
-    trainer: RolloutTrainer
+    trainer: OPOTrainer
     script: OPOScriptArguments
     data: Data
     checkpoint: str | None
@@ -76,43 +75,34 @@ def prepare(argv: Sequence[str]) -> Run:
     recipe = given.as_stored  # before a library changes a mapping
     script, args, model_config = arguments(given)
     check_together(script, args, model_config, recipe)
-    preflight.check_packages(args, model_config)
-    if not isinstance(args, RolloutConfig):  # asynchronous training
+    if not isinstance(args, OPOConfig):  # asynchronous training
         args.check_requirements(script, model_config)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
-    checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config), given.path)
+    checkpoint, resume = _find_checkpoint(script, args, settings, model_path(model_config))
 
-    if args.process_index == 0:
-        trackers.log_in(args.report_to)
-    tools = load_tools(script, args)
+    tools = load_tools(script)
     reward_funcs = load_rewards(script, args)
-    config, tokenizer = _check_models(script, args, model_config)
-    check_tool_template(tools, tokenizer)
+    config, tokenizer = _check_models(args, model_config)
     source = source_of(script, args)
     with _blamed_on(source):
         with args.main_process_first(desc="loading the dataset"):
             data = load_data(script, args, tokenizer, **tools.for_template)
-        preflight.check_template_options(args, tokenizer, data.training["prompt"][0])
-        check_rows(tools, script, data.training, source)
+        preflight.check_template_options(args, tokenizer)
+        check_conversations(tools, data.training)
         if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
             preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
-        limit = script.max_prompt_length
-        preflight.check_prompts(data.splits(source), tokenizer, config, args, limit, **tools.for_template)
-    if isinstance(args, RolloutConfig):  # asynchronous training repeats its prompts, and has a server of another kind
+        preflight.check_length(data.training["prompt"], tokenizer, config, args, **tools.for_template)
+    if isinstance(args, OPOConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args, data.plan)
-        if args.process_index == 0:
-            preflight.check_vllm_server(args)
 
     folder, options = Path(args.output_dir), args.model_init_kwargs
     with_options = f" with model_init_kwargs={options!r}" if options else ""
     with run_folder.left_as_found(folder), _blamed_on(_named(model_config) + with_options):
         trainer = make_trainer(script, args, model_config, data, reward_funcs, tools)
-        if checkpoint is not None and isinstance(trainer, RolloutTrainer):
+        if checkpoint is not None and isinstance(trainer, OPOTrainer):
             with _blamed_on(f"resume_from_checkpoint={checkpoint!r}"):
                 check_resumable(trainer, checkpoint)
-        if args.process_index == 0 and not given.plan:
-            trackers.begin(trainer)
     trainer.plan += f"\n  {'data':<10} {data.plan}"
     lock: AbstractContextManager[Any] = nullcontext()
     if args.process_index == 0 and not given.plan:
@@ -125,7 +115,7 @@ def prepare(argv: Sequence[str]) -> Run:
 
 
 def _find_checkpoint(
-    script: OPOScriptArguments, args: RolloutConfig, settings: Mapping[str, Any], model: str, recipe_path: str | None
+    script: OPOScriptArguments, args: OPOConfig, settings: Mapping[str, Any], model: str
 ) -> tuple[str | None, bool]:
     """The checkpoint to resume from, if any, and whether the run in the folder continues."""
     folder, asked = Path(args.output_dir), args.resume_from_checkpoint
@@ -133,40 +123,27 @@ def _find_checkpoint(
         checkpoint = find_checkpoint(asked, args.output_dir)
         resume = continues(folder, asked, checkpoint)
         if script.overwrite and not resume:
-            preflight.check_apart(script, args, model, recipe_path)
+            preflight.check_apart(script, args, model)
         run_folder.check(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is not None:
-            check_same_run(checkpoint, settings, model)
-            check_readable(folder)
+            check_same_run(checkpoint, settings)
     return checkpoint, resume
 
 
-def _check_models(
-    script: OPOScriptArguments, args: RolloutConfig, model_config: ModelConfig
-) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
-    """Check the model and the reward model; the model's configuration and tokenizer."""
-    path, reward_model = model_path(model_config), script.reward_model_name_or_path
+def _check_models(args: OPOConfig, model_config: ModelConfig) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase]:
+    """Configuration and tokenizer of the model, whose weights the trainer checks; checks those of `rollouts_model`."""
+    path = model_path(model_config)
     source: Any = {"revision": model_config.model_revision, "trust_remote_code": args.trust_remote_code}
-    init_options = source | _init_options(args, model_config)
     with _blamed_on(_named(model_config)):
-        config = preflight.check_model("model_name_or_path", path, **source)
+        config = AutoConfig.from_pretrained(path, **source)
         with suppress(OSError):  # not every model has that file
             generation = GenerationConfig.from_pretrained(path, revision=model_config.model_revision).to_dict()
             check_generation_config(getattr(args, "generation_kwargs", None) or {}, generation)
-        if Path(path).is_dir():  # a model on the Hub is downloaded last, and checked then
-            check_weights("model_name_or_path", path, init_options)
-        tokenizer = preflight.load_tokenizer(path, **source)
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
     if author := getattr(args, "rollouts_model", None):
         args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
         with _blamed_on(f"rollouts_model={author!r}"):
-            preflight.check_model("rollouts_model", author, **source)
-            if Path(author).is_dir():
-                check_weights("rollouts_model", author, init_options)
-    if reward_model:
-        with _blamed_on(f"reward_model_name_or_path={reward_model!r}"):
-            preflight.check_model("reward_model_name_or_path", reward_model, **source)
-            if Path(reward_model).is_dir():
-                check_weights("reward_model_name_or_path", reward_model, init_options, scores=True)
+            check_weights("rollouts_model", author, source | _init_options(args, model_config))
     return config, tokenizer
 
 
@@ -178,12 +155,12 @@ def model_path(model_config: ModelConfig) -> str:
 
 def make_trainer(
     script: OPOScriptArguments,
-    args: RolloutConfig,
+    args: OPOConfig,
     model_config: ModelConfig,
     data: Data,
     reward_funcs: list,
     tools: Tools | None = None,
-) -> RolloutTrainer:
+) -> OPOTrainer:
     """Build the trainer of a run, with its log file, progress bar and validation."""
     folder = Path(args.output_dir)
     args.model_init_kwargs = _init_options(args, model_config)
@@ -208,7 +185,7 @@ def make_trainer(
     return trainer
 
 
-def _init_options(args: RolloutConfig, model_config: ModelConfig) -> dict[str, Any]:
+def _init_options(args: OPOConfig, model_config: ModelConfig) -> dict[str, Any]:
     """The options of `from_pretrained` with which the policy is loaded."""
     options: Any = args.model_init_kwargs or {}
     if "torch_dtype" in options:
@@ -252,7 +229,9 @@ def run(ready: Run) -> dict[str, Any]:
     if summary["after"]:
         trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if trainer.args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
+        name = script.dataset_name or ""  # the model card links to it
+        on_hub = name.count("/") == 1 and not name.startswith((".", "~", "/")) and not Path(name).exists()
+        trainer.push_to_hub(dataset_name=name if on_hub else None)
     trainer.end()
     return summary
 
@@ -267,7 +246,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
     debug = "--debug" in argv
-    never_fail_to_print()
     try:
         ready = prepare(argv)
     except (ValueError, ImportError, OSError, RewardError) as error:
@@ -285,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run(ready)
         except StoppedBySignal as stopped:
             status = stopped.code
-        except (RewardError, SaveError, OSError) as error:
+        except (RewardError, OSError) as error:
             # An error of the disk while the log or the results are written says all; any other one has a traceback.
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise

@@ -1,52 +1,86 @@
 """
-`OPOTrainer`: TRL's `GRPOTrainer` with the objective of Orthogonalized Policy Optimization.
+`OPOTrainer`: TRL's `GRPOTrainer` with rollouts that can be reproduced, and a loss that is an [`Objective`].
 
-[`RolloutTrainer`] makes rollouts and checkpoints. This module adds, in the order of a step:
+A step, in its order:
 
-1. `_generate_once`: TRL's pass over the rollout, for the behaviour policy's log-probabilities, is left out: only some
-   samples need them, and in the shape of their micro-batch.
-2. `_finish_rollout`: once per rollout, over all processes and after overrides of `_generate_and_score_completions`,
-   the objective makes a target of each sample's advantage. The target then travels with its sample.
-3. `_micro_batches`: a [`Planner`] cuts the samples of each optimizer step into parts; those of off-policy steps get
-   the behaviour policy's log-probabilities. `training_step` passes parts through `compute_loss`, one after the other.
-4. `_sample_losses`: the objective's loss of each sample, and what TRL's options add. The loss is a plain sum over
-   samples, so that it does not depend on how they are split into parts, micro-batches and processes.
-5. `_log_step`: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
+1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed (`rollout.prompts`,
+   `rollout.rows`).
+2. A rollout: TRL generates and scores; dynamic sampling replaces zero-variance groups; `_finish_rollout` gives each
+   sample its target, once, over all processes and after overrides of `_generate_and_score_completions`. TRL's pass
+   for the behaviour policy's log-probabilities is left out: only some samples need them, in the shape of their
+   micro-batch.
+3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step into parts; those of off-policy steps get the
+   behaviour policy's log-probabilities. `training_step` passes parts through `compute_loss`, one after the other.
+4. The loss: the objective's of each sample, and what TRL's options add. It is a plain sum over samples, so that it
+   does not depend on how they are split into parts, micro-batches and processes.
+5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
+6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.position`). A
+   step whose gradient is not finite is skipped, and its samples are kept (`rollout.skipped_steps`).
 """
 
 import math
 import textwrap
 import time
-from collections import deque
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
+from datasets import Dataset
 from torch import Tensor
+from transformers.trainer_callback import DefaultFlowCallback
+from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import get_config_model_id
 
+from .checks.text import printable
+from .checks.weights import check_models, check_trainable
 from .config import OPOConfig
-from .metrics.opo import rollout_metrics
+from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
-from .objective import OPO, Groups, Objective, Samples, objective_named, token_mean
-from .rollout import shared_prompts
+from .metrics.step_clock import StepClock
+from .metrics.watches import Watches
+from .objective import OPO, Groups, Objective, Samples, token_mean
+from .objectives import GRPO, objective_named
+from .rewards.checked import check_tools, checked
+from .rollout import checkpoint, padding, position, recorded, reference, shared_prompts
+from .rollout.dynamic_sampling import DynamicSampling
+from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
-from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples
-from .rollout.trainer import RolloutTrainer
-from .trl import MULTIMODAL_KEYS, temporarily
+from .rollout.prompts import (
+    EpochSampler,
+    PromptStream,
+    check_datasets,
+    check_train_dataset,
+    epochs_of_sampler,
+    permutations,
+)
+from .rollout.replay import ReplayBuffer
+from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples, rows_of_steps
+from .rollout.scored import RewardFailures, recorded_rewards
+from .rollout.skipped_steps import SkippedSteps
+from .rollout.vllm_server import watched, without_password
+from .trl import MULTIMODAL_KEYS, check, check_replaced, temporarily
 
 
 logger = get_logger(__name__)
 
+check()
 
-class OPOTrainer(RolloutTrainer):
+
+class OPOTrainer(GRPOTrainer):
     r"""
-    Trainer for Orthogonalized Policy Optimization, a drop-in replacement of [`~trl.GRPOTrainer`].
+    Trainer for Orthogonalized Policy Optimization, a drop-in replacement of [`~trl.GRPOTrainer`]; `objective` selects
+    other published losses, among them TRL's.
 
     OPO differs from REINFORCE only if a rollout serves several optimizer steps. TRL's default is one, so set
     `steps_per_generation` to a multiple of `gradient_accumulation_steps`, or `num_iterations` to 2 or more.
@@ -72,12 +106,16 @@ class OPOTrainer(RolloutTrainer):
             As in [`~trl.GRPOTrainer`].
         args ([`OPOConfig`], *optional*):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
-        compute_metrics (`Callable[[EvalPrediction], dict[str, float]]`, *optional*):
-            Metrics of an evaluation, as in [`RolloutTrainer`].
 
     Raises:
-        `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: vLLM is to generate from a quantized base model.
+        `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is not a reward.
+        `ValueError`: vLLM would have to generate from a quantized base model, the dataset has fewer prompts than a
+            rollout needs, `max_sampling_rounds` is above 1 and the prompts come from a stream, or `max_staleness` is
+            above 0 and the prompts have images.
+        [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
+            completion; isolated ones fail to score more than `max_reward_failure_rate`; an environment fails, or a
+            tool raises what is not an `Exception`.
+        `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`).
     """
 
     _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -95,30 +133,178 @@ class OPOTrainer(RolloutTrainer):
             }"""),
     }
 
-    config_class = OPOConfig
     objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
-    policy_objective: Objective
-    args: OPOConfig
     pad_to_multiple_of: int | None
-    _saved_numbers = (*RolloutTrainer._saved_numbers, "_drive_metrics")
+    config_class: type[OPOConfig] = OPOConfig
+    args: OPOConfig
+    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
+    policy_objective: Objective
+    num_generations: int
+    num_generations_eval: int
 
-    def _set_up(self) -> None:
-        kind = self.objective_class or objective_named(self.args.objective)
-        self.policy_objective = kind(self.args)
+    # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds besides those of its parts.
+    _saved_numbers: tuple[str, ...] = (
+        "_advantage_range",
+        "completions_generated",
+        "_pass",
+        "_globalstep_last_logged",
+        "entropy_coef",
+        "_last_world_entropy",
+        "_drive_metrics",
+    )
+
+    _has_trained = False  # whether `train` has been called before
+    _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
+    _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
+    _recorded_samples: recorded.Rows = ()  # of the current rollout
+    _recorded_digest: str | None = None
+    _evaluated: list[Tensor] | None = None  # in an evaluation: rewards of each batch
+    _padding: padding.Padding | None = None  # on which log-probabilities depend; found before the first
+    _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
+
+    def __init__(
+        self,
+        model,
+        reward_funcs=None,
+        args: OPOConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+    ):
+        check_replaced()
+        args = self._checked_args(model, args, quantized=quantization_config is not None)
+        not_recorded = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
+        if args.rollouts is not None:
+            train_dataset = recorded.dataset_for(args, train_dataset, not_recorded)
+            if not reward_funcs and recorded.has_rewards(train_dataset):
+                reward_funcs = recorded.recorded_reward
+        recorded.check_recordable(args, not_recorded, train_dataset)
+        check_datasets(train_dataset, eval_dataset, environment_factory)
+        rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
+        check_models(model, rewards or (), args)
+        url = args.vllm_server_base_url
+        with without_password(url), reference.given(model):
+            super().__init__(
+                model=model,
+                reward_funcs=rewards,
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=processing_class,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
+                quantization_config=quantization_config,
+                peft_config=peft_config,
+                tools=tools,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
+        # TRL tells by the model's own tokens where completions end.
+        ends = (cast(Any, args.generation_kwargs) or {}).get("stop_token_ids" if args.use_vllm else "eos_token_id")
+        if ends is not None:
+            ends = [ends] if isinstance(ends, int) else ends
+            self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
+        if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
+            logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
+        check_train_dataset(self)
+        if args.rollouts is not None:
+            self._recorded_digest = recorded.digest(train_dataset)
+            self.train_dataset = recorded.completed(self)
+        # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
+        # none. Without the table they are not needed.
+        self.log_multimodal = self.log_multimodal and self.log_completions
+        process = self.accelerator.process_index
+        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
+        self._reward_failures = RewardFailures(args, self.accelerator)
+        self._skipped = SkippedSteps(args, self.accelerator)
+        kind = self.objective_class or objective_named(args.objective)
+        self.policy_objective = kind(args)
         if not (self.objective_class or issubclass(kind, OPO)):
             self._name, self._paper = kind.__name__, {}  # of the model card
+        self._begin()
+        self._clock, self._watches = StepClock(self.accelerator.device), Watches(args.watches)
+        self.add_callback(self._clock)
+        self.add_callback(self._watches)
+        if args.use_vllm:
+            engine: Any = self.vllm_generation
+            engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
+            if args.vllm_mode == "server" and self.accelerator.is_main_process:
+                watch = watched(engine.vllm_client.base_url)
+                engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
 
     def _begin(self) -> None:
-        super()._begin()
+        """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
+        self._step, self._buffered_inputs = 0, None
+        self._window_start: int | None = None  # micro-step with which the accumulation window began
+        self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
+        self._replay.clear()
+        self._current_train_step_time = 0.0
+        if self.use_vllm:
+            self._last_loaded_step = -1  # the engine may hold the weights of the same step of another call
+        if self.use_adaptive_entropy:
+            self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
+        self._advantage_range = 0.0  # of the current rollout, over all processes
+        self._pass = {"number": 0, "rollouts": 0}  # over a stream, and rollouts before it
+        self.completions_generated = 0  # for training so far, over all processes
+        self._reward_failures.load_state_dict({"counts": {}, "rate": 0.0})
+        self._skipped.load_state_dict({"total": 0, "in_a_row": 0, "moved_at": 0})
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
         self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
         self._anchor_deferred = False  # whether to leave out TRL's next pass over the rollout
         self._early_logps: Tensor | None = None  # from TRL's pass over the rollout
+        for name in ("_prompt_stream", "_dynamic_sampling"):
+            vars(self).pop(name, None)
 
-    def train(self, *args, **kwargs):
-        """As [`RolloutTrainer.train`]; warns if every optimizer step is on-policy."""
+    def _checked_args(self, model, args: OPOConfig | None, *, quantized: bool) -> OPOConfig:
+        wanted = self.config_class
+        if args is None:
+            model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = wanted(f"{model_id.split('/')[-1]}-{self._name}")
+        elif not isinstance(args, wanted):
+            raise TypeError(
+                f"`args` is a `{type(args).__name__}`, but {type(self).__name__} needs a `{wanted.__name__}`. "
+                "Both take the fields of `GRPOConfig`: change the class name."
+            )
+        if args.use_vllm and quantized:
+            raise ValueError(
+                "use_vllm=True cannot be combined with a quantized base model: TRL sends vLLM the packed weights, "
+                "which it rejects (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
+            )
+        return args
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    @property
+    def _replays_recorded(self) -> bool:
+        """Whether completions are taken from `rollouts`; an evaluation generates its own."""
+        return self.args.rollouts is not None and self._mode == "train"
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """
+        Train, from the beginning or from a checkpoint; warns if the χ² term has no effect.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*):
+                Folder of a checkpoint, `"last"` or `"auto"`; see [`rollout.checkpoint.resolve`].
+
+        Raises:
+            `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
+                or no weight would be trained.
+            `ImportError`: another package has replaced TRL's trainer since this one was made.
+        """
         config = self.args
         if config.is_on_policy and self.policy_objective.is_regression:
             logger.warning(
@@ -126,11 +312,149 @@ class OPOTrainer(RolloutTrainer):
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
                 f"this is REINFORCE with escort weights. For off-policy steps, set {config.off_policy_fields}."
             )
-        return super().train(*args, **kwargs)
+        check_replaced()
+        check_trainable(self.model, None if self._has_trained else self.optimizer)
+        found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+        if found is not None:
+            position.check_resumable(self, found)
+        self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
+        self._resumed_at = None if found is None else position.place_in_stream(self, Path(found))
+        self._begin()
+        if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
+            for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
+                kept.clear()
+        self._has_trained = True
+        if self.accelerator.is_main_process:
+            # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
+            print(printable(self.plan), flush=True)
+            del self.plan  # another call may have other arguments
+        return super().train(found, *args, **kwargs)
 
-    # 1. The behaviour policy's log-probabilities
+    @cached_property
+    def plan(self) -> str:
+        """The plan, printed when training starts."""
+        from .forecast.plan import training_plan  # needed once, and not to import a trainer
+
+        return training_plan(self)
+
+    # 1. The order of the prompts
+
+    def _run_epoch(self, **named):
+        # Resumed from the last step's checkpoint, Transformers would train one step more.
+        if self.state.global_step >= self.state.max_steps or self._is_spent:
+            self.control.should_training_stop = True
+            return
+        if self._sampler is not None:
+            self._sampler.epoch = named["epoch"]
+        elif not has_length(self.train_dataset):
+            if self._resumed_at is not None:  # Transformers takes all steps so far for steps of the first pass
+                passes, steps = self._resumed_at
+                named |= {"epochs_trained": passes, "steps_trained_in_current_epoch": steps}
+                named["epoch"] += passes
+            self._pass = {"number": named["epoch"], "rollouts": self._step // self.args.micro_steps_per_rollout}
+        super()._run_epoch(**named)
+
+    def _get_train_sampler(self, dataset=None):
+        self._sampler = EpochSampler.of(super()._get_train_sampler(dataset))
+        return self._sampler
+
+    @cached_property
+    def _prompt_stream(self) -> PromptStream:
+        """Prompts of dynamic sampling. Made at first use: a subclass's sampler may need what its `__init__` sets."""
+        args, dataset = self.args, cast(Dataset, self.train_dataset)
+        if type(self)._get_train_sampler is OPOTrainer._get_train_sampler:
+            return PromptStream(permutations(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset))
+        of_data_loader, sampler = self._sampler, self._get_train_sampler(dataset)
+        self._sampler = of_data_loader
+        return PromptStream(epochs_of_sampler(sampler, args))
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
+        self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
+        self._batches_of_step = []
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
+
+    # 2. A rollout
+
+    @contextmanager
+    def _keep_mode(self) -> Iterator[None]:
+        """TRL's continuous batching, or a `rollout_func`, may switch the model's mode, on which `_mode` relies."""
+        training = self.model.training
+        try:
+            yield
+        finally:
+            self.model.train(training)
+
+    def _generate_single_turn(self, *inputs, **options):
+        with self._keep_mode():
+            return super()._generate_single_turn(*inputs, **options)
+
+    def _generate(self, prompts: list):
+        with self._keep_mode(), self._clock.phase("generate"):
+            return super()._generate(prompts)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._mode == "eval" or self.args.max_sampling_rounds == 1:
+            rollout = self._generate_once(inputs)
+        else:
+            rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs), self.reward_weights)
+            for name, value in metrics.items():
+                self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
+        # Kept before a subclass's override sees the rollout, to notice one that replaces them.
+        self._early_logps = rollout.get("old_per_token_logps")
+        return rollout
+
+    def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+        """A complete rollout, on the device, where processes can gather also what an override has left on the host."""
+        device = self.accelerator.device
+        rollout = send_to_device(self._generate_and_score_completions(generation_batch), device)
+        return send_to_device(self._finish_rollout(rollout), device)
+
+    @cached_property
+    def _dynamic_sampling(self) -> DynamicSampling:
+        rounds = self.args.max_sampling_rounds
+        return DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
+
+    def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
+        """A round of dynamic sampling, for these prompts of the dataset."""
+        dataset = cast(Dataset, self.train_dataset)
+        metrics = self._metrics["train"] if first else defaultdict(list)
+        with temporarily(self, _metrics={**self._metrics, "train": metrics}):
+            rollout = self._generate_once([dict(dataset[index]) for index in prompts])
+        # Other metrics are those of the first round, whose prompts are those of a rollout without dynamic sampling.
+        for name in ("num_tokens", "completions/generated"):
+            self._metrics["train"][name] = metrics[name]
+        return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
+        source: AbstractContextManager[None] = nullcontext()
+        if self._replays_recorded:
+            inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
+            source = temporarily(self, rollout_func=partial(recorded.recall, samples))
+            self._recorded_samples = samples
+        # A reward may score with the policy itself, and leave it in evaluation mode; or change the current folder.
+        left_out = self._anchor_pass_left_out()
+        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, source, left_out:
+            rollout = super()._generate_and_score_completions(inputs)
+        rewards, completion_ids = scored[-1]
+        if self._replays_recorded:
+            logps = recorded.behaviour_logps(self._recorded_samples, rollout["completion_ids"])
+            rollout["old_per_token_logps"] = logps
+        n_local = len(rollout["advantages"])
+        rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
+        if self._mode == "train":
+            self.completions_generated += len(rewards)
+            self._metrics["train"]["completions/generated"] = [self.completions_generated]
+            if self.args.save_rollouts:
+                recorded.save(self, inputs, rollout, completion_ids)
+        elif self._evaluated is not None:
+            self._evaluated.append(rewards)
+        return rollout
+
+    @contextmanager
+    def _anchor_pass_left_out(self) -> Iterator[None]:
+        """Leave out TRL's pass over the rollout after generation, unless something needs it."""
         generate = self._generate
 
         def generate_only(prompts: list) -> Any:
@@ -145,15 +469,9 @@ class OPOTrainer(RolloutTrainer):
 
         try:
             with temporarily(self, _generate=generate_only):
-                return super()._generate_once(inputs)
+                yield
         finally:
             self._anchor_deferred = False
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        rollout = super()._generate_and_score_completions(inputs)
-        # Kept before a subclass's override sees the rollout, to notice one that replaces them.
-        self._early_logps = rollout.get("old_per_token_logps")
-        return rollout
 
     def _logps_of_rollout(self, rollout: dict[str, Any]) -> Tensor | None:
         """
@@ -196,15 +514,50 @@ class OPOTrainer(RolloutTrainer):
             self._anchor_deferred = False
             return None, None, None
         self._check_padding(input_ids, attention_mask, logits_to_keep)
-        logps = super()._get_per_token_logps_and_entropies
+        logps = self._logps_of_trl
         if batch_size is not None and self._planner.plans:
             logps = partial(self._planner.score, logps)
         return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
 
-    # 2. The target joins the rollout
+    def _logps_of_trl(self, model, *inputs, **options):
+        if self._takes_positions:
+            model = partial(padding.with_positions, model)
+        with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
+            return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
+
+    def _tool_call_loop(self, *inputs, **options):
+        check_tools(self)
+        return super()._tool_call_loop(*inputs, **options)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        known = recorded.rewards(self._recorded_samples, self.reward_weights) if self._replays_recorded else None
+        if known is not None:
+            return self.accelerator.gather(known.to(self.accelerator.device))
+        with self._clock.phase("score"), checked(self):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if self._mode == "train":  # the log and the limit cover training only
+            self._reward_failures.count(self.reward_funcs, len(completions))
+        return rewards
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        return padding.takes_positions(self.accelerator.unwrap_model(self.model))
+
+    def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
+        """Before the first log-probabilities: find on what they depend. A model with images is taken as it is."""
+        config = self.model.config
+        if self._padding is not None or config.get_text_config() is not config:
+            return
+        self._padding, said = padding.find(self, input_ids, attention_mask, width)
+        if self.accelerator.is_main_process:
+            print(said, flush=True)
+        if not self._padding.harmless:
+            self._takes_positions = False  # by whose maximum in a batch a model may scale them
+            padding.reject_other_widths(self.args)
+        vars(self).pop("_planner", None)  # made before, it knew no better
 
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
-        # Not the parent's: `_targets` gathers the advantages, and takes their range from them.
+        """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
         logps, entropies = self._logps_of_rollout(rollout), None
         anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
@@ -223,7 +576,7 @@ class OPOTrainer(RolloutTrainer):
 
     def _targets(self, rollout: Mapping[str, Any], logps: Tensor | None) -> dict[str, Tensor]:
         """Compute the target of the complete rollout; returns what this process's samples need for the loss."""
-        args, mode = self.args, self._mode
+        mode = self._mode
         advantages, length, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, self.accelerator)
         valid = (length > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
         groups = Groups(
@@ -241,9 +594,7 @@ class OPOTrainer(RolloutTrainer):
         self._drive_metrics[mode] = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
         if mode == "train":
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
-        # The log-ratio of a completion is a sum over its tokens, and so is its gradient: a constant of the rollout
-        # makes the norm comparable with that of GRPO, whose loss is a mean over tokens.
-        scale = 1 / length[valid].mean() if args.log_ratio_reduction == "sum" and valid.any() else torch.tensor(1.0)
+        scale = self.policy_objective.scale(length, valid)
         # At which the policy is the behaviour policy; that of recorded completions is older.
         step = target.new_tensor(float(self.state.global_step - self._replays_recorded))
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale, "opo_step": step}
@@ -255,16 +606,56 @@ class OPOTrainer(RolloutTrainer):
         """As in TRL, which takes the `threshold` quantile by `torch.quantile`: that allows 2^24 tokens."""
         return high_values(entropies, mask.bool(), threshold, self.accelerator)
 
-    # 3. The parts of a micro-step
+    # 3. Micro-batches
+
+    def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
+        """What this micro-step trains on; when the rollout is used up, a new one is generated."""
+        args = self.args
+        if self._window_start is None:
+            self._window_start = self._step
+        # Micro-steps, including this one, until the policy moves
+        until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
+        index, place = divmod(self._step, args.micro_steps_per_rollout)
+        if place == 0:
+            rollout = self._rollout(generation_batch)
+            # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
+            torch.randperm(len(rollout["advantages"]))
+            self._replay.add(rollout, self._scored_advantages(rollout) if args.max_staleness else None)
+        passed, place = divmod(place, args.steps_per_generation)
+        if place == 0:
+            rows = self._rows_of_pass(index, passed)
+            if passed + 1 == args.num_iterations and not args.max_staleness:
+                self._replay.clear()  # what no pass draws from should not take memory, least of all images
+            steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
+            has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
+            self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
+        if args.num_iterations > 1:
+            self._metrics["train"]["opo/pass"].append(passed + 1)
+        buffered: Any = self._buffered_inputs
+        batch = buffered[place]
+        self._batches_of_step += batch if isinstance(batch, list) else [batch]
+        return batch
+
+    def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
+        """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
+        rows = self._replay.rows_of_pass(index, passed)
+        if passed and self.args.max_staleness and isinstance(self.policy_objective, GRPO):
+            # Their losses are divided by the number of tokens of all processes' samples: here, of those drawn.
+            lengths = self.accelerator.gather(completion_tokens(rows).sum(dim=1)).double()
+            scale = self.policy_objective.scale(lengths, torch.ones_like(lengths, dtype=torch.bool))
+            rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale.item())}
+        return rows
+
+    def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
+        """Advantages of all processes' samples, `[N]`; NaN for completions without a reward or a token that counts."""
+        counts = completion_tokens(rollout).any(dim=1)
+        if "rewards_per_func" in rollout:  # a rollout that an override made from scratch may have none
+            counts = counts & ~rollout["rewards_per_func"].isnan().all(dim=1)
+        return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
 
     def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
         # Not `_planner`: methods may still be replaced before training.
         return self._make_planner().largest_part(prompt, completion)
-
-    def _check_padding(self, *inputs) -> None:
-        if self._padding is None:
-            super()._check_padding(*inputs)
-            vars(self).pop("_planner", None)  # made before, it knew no better
 
     def _make_planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
@@ -354,7 +745,7 @@ class OPOTrainer(RolloutTrainer):
     @profiling_decorator
     def _prepare_inputs(self, generation_batch):
         if self._mode == "eval":
-            return super()._prepare_inputs(generation_batch)
+            return self._rollout(generation_batch)
         if not self._pending:  # called directly, outside `training_step`
             self._pending.extend(self._buffered(generation_batch))
         return self._pending.popleft()
@@ -394,12 +785,13 @@ class OPOTrainer(RolloutTrainer):
         loss = self.policy_objective.loss(samples)
         kl = torch.zeros_like(samples.target)
         if self.beta != 0.0:
-            corrected = self.args.use_bias_correction_kl
-            kl = self.policy_objective.reduce(samples.kl(inputs["ref_per_token_logps"], corrected=corrected), samples)
+            reference, corrected = inputs["ref_per_token_logps"], self.args.use_bias_correction_kl
+            kl = self.policy_objective.kl(reference, samples, corrected=corrected)
         # Until a step with a gradient, the log-ratio of an idle sample may be rounding only; Adam would step by it.
         idle = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no gradient
         still = idle & (inputs["opo_step"] >= self._skipped.moved_at)
-        losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + self.beta * kl)
+        kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
+        losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + kl_losses)
         if self._entropy_bonus_enabled:
             # As in TRL: under adaptive control it acts only while the last step's entropy is low enough.
             rests = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
@@ -407,7 +799,7 @@ class OPOTrainer(RolloutTrainer):
         return losses, SampleReport.of(
             samples,
             loss,
-            kl=kl if self.args.log_ratio_reduction == "sum" else kl * mask.sum(dim=1),
+            kl=kl,
             policy_loss=policy_losses,
             tokens=mask.sum(dim=1),
             entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
@@ -441,13 +833,14 @@ class OPOTrainer(RolloutTrainer):
             target=inputs["opo_target"],
             mu=inputs["opo_mu"],
             weights=torch.where(inputs["opo_valid"], weights, 0.0),
+            sampler_ratios=inputs.get("importance_sampling_ratio"),
             age=self.state.global_step - inputs["opo_step"],
             reused=self.num_iterations > 1 or self.args.rollouts is not None,
             # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
             steering=inputs.get("opo_steering"),
         )
 
-    # 5. What is logged
+    # 5. The log
 
     def _log_step(self, reports: list[SampleReport]):
         """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""
@@ -473,6 +866,112 @@ class OPOTrainer(RolloutTrainer):
         step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
         self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
         self._last_world_entropy = entropy
+
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
+        # TRL logs how long it generates; to trackio even if its run has not begun or is over.
+        quiet = nullcontext() if self.is_in_train else temporarily(self.args, report_to=[])
+        self._evaluated = batches = []
+        try:
+            with quiet:
+                output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+        finally:
+            self._evaluated = None
+        own = self._metrics["eval"]
+        if batches:
+            # TRL's means are of batches, which may differ in size, and of which the last may hold repetitions.
+            known = len(dataloader.dataset) * self.num_generations_eval if has_length(dataloader.dataset) else None
+            rewards = torch.cat(batches)[:known]
+            total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            total[rewards.isnan().all(dim=1)] = torch.nan
+            means = zip(self.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=False)
+            own |= {f"rewards/{name}/mean": [mean] for name, mean in means} | {"reward": [total.nanmean().item()]}
+        if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
+            dataset = metric_key_prefix.removeprefix("eval_")
+            self._metrics["eval"] = defaultdict(list, {f"{dataset}_{name}": values for name, values in own.items()})
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "grad_norm" in logs:
+            metrics = self._metrics["train"]
+            for phase, seconds in self._clock.seconds_per_step().items():
+                metrics[f"opo/time/{phase}"].append(seconds)
+            metrics["opo/tokens_per_second"].append(self._clock.tokens_per_second(self.state.num_input_tokens_seen))
+            metrics["opo/advantage_range"].append(self._advantage_range)
+            efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
+            metrics["opo/gradient_response_efficiency"].append(efficiency)
+            if len({*metrics.get("opo/pass", ())}) > 1:
+                del metrics["opo/pass"]  # the mean of several passes could be mistaken for one of them
+            for kind, count in self._reward_failures.take().items():
+                metrics[kind].append(count)
+            metrics["opo/skipped_steps"].append(self._skipped.total)
+        # TRL would log metrics without a value as None, which a script's callbacks and TensorBoard do not expect.
+        own = self._metrics[self._mode]
+        for name in [name for name in own if "opo/" in name and all(map(math.isnan, own[name]))]:
+            del own[name]
+        super().log(logs, start_time)
+
+    # End of a step
+
+    @property
+    def rollout_is_used_up(self) -> bool:
+        """Whether the next optimizer step needs a new rollout."""
+        return position.needs_rollout(self.args, self._step)
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm)
+        step = self.state.global_step + 1
+        return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
+
+    def _determine_best_metric(self, metrics, trial):
+        # Under `save_strategy: best` it decides alone, also where a signal, a watch or a skipped step wants to save.
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save
+
+    def _maybe_log_save_evaluate(self, *args, **named):
+        limit = self.args.max_completions
+        spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
+        if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
+            # End the run after this step, and log, save and evaluate what Transformers does at the last of `max_steps`
+            last = replace(self.state, max_steps=self.state.global_step)
+            DefaultFlowCallback().on_step_end(self.args, last, self.control)
+            self.control.should_log = True
+        with self._skipped.end_of_step(self):
+            super()._maybe_log_save_evaluate(*args, **named)
+
+    # 6. A checkpoint: saving and loading, in the order of Transformers
+
+    def _save_checkpoint(self, model, trial):
+        with checkpoint.saving(self, trial):
+            super()._save_checkpoint(model, trial)
+
+    def _finalize_training(self, *inputs, **named):
+        with temporarily(self.args, save_total_limit=None):
+            return super()._finalize_training(*inputs, **named)
+
+    def _save_rng_state(self, output_dir: str):
+        super()._save_rng_state(output_dir)
+        folder = Path(output_dir)
+        torch.save(position.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
+        if self.args.sync_ref_model:
+            position.MovingReference(self).save(folder)
+        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
+        if self.args.should_save:
+            checkpoint.finalize(folder)
+
+    def _load_optimizer_and_scheduler(self, folder: str | None):
+        if folder is None or checkpoint.is_foreign(Path(folder)):
+            return super()._load_optimizer_and_scheduler(folder)
+        # TRL reads its entropy controller from a file that it writes after the manifest, so a kill can cut it short.
+        # `position.restore` has the same numbers.
+        return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
+
+    @torch.no_grad()
+    def _load_rng_state(self, folder: str | None):
+        super()._load_rng_state(folder)
+        if folder is None or checkpoint.is_foreign(Path(folder)):
+            return
+        position.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
+        if self.args.sync_ref_model:
+            position.MovingReference(self).load(Path(folder))
 
 
 def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

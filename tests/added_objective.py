@@ -1,8 +1,7 @@
-"""An objective as somebody adds one: a class, and a line of registration for each trainer."""
+"""An objective as somebody adds one: a class, which a recipe names as `objective: added_objective.Cautious`."""
 
 import torch
 
-from opo_trl import methods
 from opo_trl.objective import OPO
 
 
@@ -11,9 +10,3 @@ class Cautious(OPO):
 
     def weights(self, samples):
         return torch.where(samples.target < 0, 0.5, 1.0) * super().weights(samples)
-
-
-METHOD = methods.Method("cautious", "Cautious OPO", "#123456", objective="added_objective.Cautious")
-ASYNC_METHOD = methods.Method(
-    "async_cautious", "Cautious, asynchronous", "#654321", *methods.ASYNC, objective="added_objective.Cautious"
-)

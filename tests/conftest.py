@@ -15,10 +15,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+from guessing import save_player
 from tiny import save_tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from opo_trl.data.models import EMBEDDED_MODELS
 
 
 # A time limit of an example would fail on a busy machine.
@@ -114,17 +112,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def player(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """
-    Folder of the embedded player of the guessing game, with an output layer of its own: `helpers.Reference` takes
-    gradients by each parameter.
-    """
-    folder = tmp_path_factory.mktemp("player")
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_MODELS["guessing"], dtype=torch.float32)
-    model.config.tie_word_embeddings = False
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(EMBEDDED_MODELS["guessing"]).save_pretrained(folder)
-    return str(folder)
+    """Folder of a small model that plays the game of `guessing`."""
+    return save_player(tmp_path_factory.mktemp("player"))
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig, RolloutTrainer
+from opo_trl import OPOConfig, OPOTrainer
 
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` warns on every trainer otherwise
@@ -236,10 +236,10 @@ class Recording:
     def _generate_and_score_completions(self, inputs):
         self._policy = snapshot(self.model)
         rollout = super()._generate_and_score_completions(inputs)
-        return rollout if isinstance(self, RolloutTrainer) else self._finish_rollout(rollout)
+        return rollout if isinstance(self, OPOTrainer) else self._finish_rollout(rollout)
 
     def _finish_rollout(self, rollout):
-        if isinstance(self, RolloutTrainer):
+        if isinstance(self, OPOTrainer):
             rollout = super()._finish_rollout(rollout)
         n = len(rollout["advantages"])
         # These columns travel with the samples, and identify them afterwards.
@@ -286,8 +286,7 @@ class RecordingGRPO(Recording, GRPOTrainer):
     pass
 
 
-class RecordingBaseline(Recording, RolloutTrainer):
-    pass
+RecordingBaseline = RecordingOPO
 
 
 def make_trainer(
@@ -334,8 +333,7 @@ def make_trainer(
     }
     if issubclass(trainer_class, OPOTrainer):
         options = {"skip_inert_rows": False, **options}  # the reference needs every sample
-    pairs = ((OPOTrainer, OPOConfig), (RolloutTrainer, RolloutConfig), (GRPOTrainer, GRPOConfig))
-    config_class = next(config for trainer, config in pairs if issubclass(trainer_class, trainer))
+    config_class = OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig
     return trainer_class(model=model, args=config_class(**options), **arguments).record(inject)
 
 

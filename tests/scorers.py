@@ -3,9 +3,7 @@
 import ctypes
 import hashlib
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,12 +13,12 @@ class Unpicklable(Exception):
         super().__init__("cannot be rebuilt from one argument")
 
 
-def by_fate(completions: list, fate: list[str], pids: tuple[str, ...] = (), **kwargs) -> list[float | None]:
-    """A number is the score; a word is the failure. `pids` are files for the processes that it starts."""
-    return [_meet(word, *pids) for word in fate]
+def by_fate(completions: list, fate: list[str], **kwargs) -> list[float | None]:
+    """A number is the score; a word is the failure."""
+    return [_meet(word) for word in fate]
 
 
-def _meet(word: str, pids: str = "") -> float | None:
+def _meet(word: str) -> float | None:
     match word:
         case "unscorable":
             return None
@@ -31,9 +29,6 @@ def _meet(word: str, pids: str = "") -> float | None:
             return 1.0
         case "sleep":
             time.sleep(3600)
-        case "start processes and hang":
-            start_processes(pids)
-            re.match("(a+)+$", "a" * 60 + "b")
         case "allocate":
             bytearray(3 * 2**30)
         case "raise":
@@ -42,22 +37,11 @@ def _meet(word: str, pids: str = "") -> float | None:
             raise ValueError("\x1b[2J\0" * 10**6)
         case "exit":
             sys.exit(0)
-        case "return text":
-            return "1"
         case "be killed":
             os.kill(os.getpid(), signal.SIGKILL)
         case "crash":
             ctypes.string_at(0)
     return float(word)
-
-
-def start_processes(file: str) -> None:
-    """One by its command, one in a process group of its own, and one that is forked."""
-    pids = [subprocess.Popen(command).pid for command in (["sleep", "600"], ["timeout", "600", "sleep", "600"])]
-    if (forked := os.fork()) == 0:
-        time.sleep(600)
-    with open(file, "a") as pids_file:
-        print(os.getpid(), *pids, forked, file=pids_file)
 
 
 def seen(completions: list, **columns) -> list[float]:

@@ -16,27 +16,13 @@ import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
-from opo_trl.config import REJECTED_FIELDS
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.objectives import OBJECTIVES
 
 
 OWN_FIELDS = sorted({f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)})
 
 # A value other than the default for every field that OPO rejects.
-REJECTED_VALUES = {
-    "loss_type": "bnpo",
-    "epsilon": 0.3,
-    "epsilon_high": 0.28,
-    "delta": 2.0,
-    "sapo_temperature_neg": 2.0,
-    "sapo_temperature_pos": 2.0,
-    "vespo_k_pos": 1.0,
-    "vespo_lambda_pos": 1.0,
-    "vespo_k_neg": 1.0,
-    "vespo_lambda_neg": 1.0,
-    "label_smoothing_factor": 0.1,
-}
-
 # Field that affects the loss -> the test that proves its effect.
 IMPLEMENTED = {
     "beta": "test_trainer_options.py::test_kl_to_the_reference",
@@ -71,9 +57,14 @@ IMPLEMENTED = {
     "cast_lm_head_to_fp32": "test_trainer_options.py::test_half_precision_model",
 }
 
+# Of TRL's losses, which `test_trl_losses.py` compares
+OF_LOSSES = {"loss_type", "epsilon", "epsilon_high", "delta", "importance_sampling_level"} | {
+    *("sapo_temperature_neg", "sapo_temperature_pos", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg"),
+    "vespo_lambda_neg",
+}
+
 # Fields that do not affect the loss of given completions, by what they are about.
 NO_EFFECT_ON_THE_LOSS = {
-    "the ratio, which OPO always takes per sequence": {"importance_sampling_level"},
     "loading the model": {"model_init_kwargs", "trust_remote_code", "disable_dropout"},
     "the dataset": {"shuffle_dataset"},
     "padding": {"pad_to_multiple_of"},
@@ -135,16 +126,16 @@ def grpo_fields() -> set[str]:
 
 
 def test_every_field_of_grpo_is_implemented_rejected_or_without_effect_on_the_loss():
-    known = set(REJECTED_FIELDS) | set(IMPLEMENTED) | set().union(*NO_EFFECT_ON_THE_LOSS.values())
+    known = {"label_smoothing_factor", *OF_LOSSES} | set(IMPLEMENTED) | set().union(*NO_EFFECT_ON_THE_LOSS.values())
     unknown = sorted(grpo_fields() - known)
     assert not unknown, (
-        f"GRPOConfig has fields that OPO does not know: {unknown}. Implement each with a test, or reject it in "
-        "config.REJECTED_FIELDS, or list it here as one that does not affect the loss."
+        f"GRPOConfig has fields that OPO does not know: {unknown}. Implement each with a test, or list it here "
+        "as one that does not affect the loss."
     )
 
 
 def test_no_field_is_in_two_lists():
-    lists = [set(REJECTED_FIELDS), set(IMPLEMENTED), *NO_EFFECT_ON_THE_LOSS.values()]
+    lists = [OF_LOSSES, set(IMPLEMENTED), *NO_EFFECT_ON_THE_LOSS.values()]
     assert sum(map(len, lists)) == len(set().union(*lists))
 
 
@@ -156,32 +147,28 @@ def test_the_tests_named_for_implemented_fields_exist():
     assert set(IMPLEMENTED.values()) <= tests_in("test_trainer.py") | tests_in("test_trainer_options.py")
 
 
-@pytest.mark.parametrize("name", sorted(REJECTED_FIELDS))
-def test_rejected_field_raises_and_says_what_to_use(config, name):
-    default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
-    assert REJECTED_VALUES[name] != default, "the value proves nothing"
-    with pytest.raises(ValueError, match="has no effect") as error:
-        config(**{name: REJECTED_VALUES[name]})
-    for text in (name, repr(REJECTED_VALUES[name]), REJECTED_FIELDS[name]):
-        assert text in str(error.value)
+@pytest.mark.parametrize("name", sorted(OF_LOSSES - {"loss_type"}))
+def test_field_of_another_objective_is_rejected_with_those_that_read_it(config, name):
+    value = {"importance_sampling_level": "sequence"}.get(name, 0.7)
+    readers = [word for word, objective in OBJECTIVES.items() if name in objective.fields]
+    with pytest.raises(ValueError, match=rf"{name}=.* has no effect with objective='opo'.*{' or '.join(readers)}"):
+        config(**{name: value})
+    assert getattr(config(objective=readers[0], **{name: value}), name) == value
 
 
-@pytest.mark.parametrize("name", sorted(REJECTED_FIELDS))
-def test_rejected_field_can_have_its_default(config, name):
-    default = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == name)
-    assert getattr(config(**{name: default}), name) == default
-
-
-def test_level_of_the_ratio_can_be_what_opo_does(config):
-    assert config(importance_sampling_level="sequence").importance_sampling_level == "sequence"
-    with pytest.raises(ValueError, match=r"importance_sampling_level='turn' is not allowed.*token, sequence"):
-        config(importance_sampling_level="turn")
+def test_loss_type_names_an_objective(config):
+    for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"):
+        assert config(loss_type=name).objective == name
+    with pytest.raises(ValueError, match=r"loss_type='bnpo' is not allowed.*nearest is dapo"):
+        config(loss_type="bnpo")
+    with pytest.raises(ValueError, match=r"objective='opo' and loss_type='grpo' are both set"):
+        config(objective="opo", loss_type="grpo")
 
 
 def test_trainers_take_what_grpo_takes():
     shown, parent = inspect.signature(OPOTrainer), inspect.signature(GRPOTrainer)
     defaults = {name: parameter.default for name, parameter in parent.parameters.items()}
-    assert [*shown.parameters] == [*defaults, "compute_metrics"]
+    assert [*shown.parameters] == [*defaults]
     assert {name: shown.parameters[name].default for name in defaults} == defaults
 
 
@@ -217,7 +204,6 @@ def test_defaults(config):
         "max_reward_failure_rate": 0.1,
         "max_skipped_steps": 10,
         "watches": [],
-        "save_failure": "stop",
         "plan_micro_batches": True,
         "max_tokens_per_micro_batch": None,
         "skip_inert_rows": True,
@@ -266,7 +252,6 @@ def test_ends_of_the_escort_path_are_allowed(config, alpha):
         ("max_skipped_steps", 0, "an integer of at least 1"),
         *[("max_staleness", value, "an integer from 0 to 2147483647") for value in (-1, 0.5, math.nan, True, 2**63)],
         *[("max_completions", value, "an integer of at least 1") for value in (0, -1, 1.5, True, 2**64)],
-        ("save_failure", "ignore", "stop, continue"),
         ("anchor_correction", "token", "absorbed, length_normalized, sequence"),
         ("drive_scaling", "rollout", "none, group, batch"),
         ("positivity", "clamp", "none, stiffen, clip, project"),
@@ -342,7 +327,6 @@ CHANGED = {
     "max_reward_failure_rate": 0.3,
     "max_skipped_steps": 3,
     "watches": ["warn if entropy < 0.1", "stop if opo/chi2 > 2"],
-    "save_failure": "continue",
     "plan_micro_batches": True,
     "max_tokens_per_micro_batch": 4096,
     "skip_inert_rows": False,
@@ -391,11 +375,7 @@ def test_command_line_offers_only_the_choices(tmp_path, capsys, name):
 
 
 def test_every_field_is_documented():
-    text = f"{inspect.getdoc(RolloutConfig)} {inspect.getdoc(OPOConfig)}"
-    for field in dataclasses.fields(OPOConfig):
-        if field.name in OWN_FIELDS:
-            assert f"{field.name} (`" in text
-            assert field.metadata["help"]
+    assert all(field.metadata["help"] for field in dataclasses.fields(OPOConfig) if field.name in OWN_FIELDS)
 
 
 @pytest.mark.parametrize(

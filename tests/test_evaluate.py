@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.evaluate import Evaluation, _own_random_state, evaluate, wilson_interval
-from opo_trl.rewards.checked import RewardError
+from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import IsolatedReward
 
 

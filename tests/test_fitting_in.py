@@ -6,7 +6,6 @@ Trackio and wandb are not dependencies of the tests; CONTRIBUTING.md says how to
 
 import functools
 import json
-import os
 import re
 import sqlite3
 import statistics
@@ -35,7 +34,6 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     EarlyStoppingCallback,
-    EvalPrediction,
 )
 from trl import BEMACallback, LogCompletionsCallback
 
@@ -534,100 +532,3 @@ def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, 
     trainer = make(tiny_model, tmp_path, **where, **often)
     trainer.train()
     assert (trainer.state.best_global_step, trainer.state.best_metric, trainer.state.global_step) == (2, 1.0, 4)
-
-
-# A metric of the task
-
-
-def share_of_long_ones(evaluated: EvalPrediction) -> dict[str, float]:
-    """What it was called with, in a file that the run's folder is in; and a metric that falls with each call."""
-    predictions, label_ids = evaluated  # as scripts take them
-    assert predictions is evaluated.predictions
-    assert label_ids is evaluated.label_ids
-    folder = Path(evaluated.inputs[0]["folder"])
-    calls = [*folder.glob("call_*")]
-    rows = [row["row"] for row in evaluated.inputs]
-    seen = {"rows": rows, "texts": evaluated.predictions, "rewards": evaluated.label_ids.tolist()}
-    if os.environ.get("RANK", "0") == "0":
-        (folder / f"call_{len(calls)}").write_text(json.dumps(seen))
-    return {"solved": 1.0 - len(calls), "eval_rows": len(rows)}
-
-
-def evaluate_a_metric(model: str, folder: str, callbacks=(), **options) -> OPOTrainer:
-    """Three problems, two completions each: the last batch is not full."""
-    held_out = PLAIN.select(range(3)).map(lambda row, index: {"row": index, "folder": folder}, with_indices=True)
-    arguments = {"eval_dataset": held_out, "compute_metrics": share_of_long_ones, "callbacks": [*callbacks]}
-    where = Path(folder, "run")
-    sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2, "eval_strategy": "steps", "eval_steps": 1}
-    trainer = make(model, where, arguments=arguments, **sizes, **options)
-    trainer.train()
-    return trainer
-
-
-def check_what_the_metric_saw(folder: Path) -> None:
-    for call in folder.glob("call_*"):
-        seen = json.loads(call.read_text())
-        assert sorted(seen["rows"]) == [0, 0, 1, 1, 2, 2]
-        for text, reward in zip(seen["texts"], seen["rewards"], strict=True):
-            assert reward == [len(text) / 8]
-
-
-def test_best_model_and_early_stopping_by_a_metric_of_the_task(tiny_model, tmp_path):
-    best = {
-        "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
-        "metric_for_best_model": "solved",
-        "load_best_model_at_end": True,
-        "save_strategy": "steps",
-    }
-    stop = {"save_steps": 1, "max_steps": 6, "greater_is_better": True}
-    trainer = evaluate_a_metric(tiny_model, str(tmp_path), **best, **stop)
-    found = [entry for entry in trainer.state.log_history if "eval_solved" in entry]
-    assert [entry["eval_solved"] for entry in found] == [1.0, 0.0, -1.0]
-    assert found[0]["eval_rows"] == 6
-    assert trainer.state.best_global_step == 1
-    check_what_the_metric_saw(tmp_path)
-
-
-def test_a_metric_on_two_processes_sees_each_completion_once(tiny_model, tmp_path):
-    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
-    assert launch(evaluate_a_metric, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
-    assert len([*tmp_path.glob("call_*")]) == 2
-    check_what_the_metric_saw(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("returned", "said"),
-    [(1.0, r"1\.0"), ({"a": "high"}, ".*high"), ({1: 2.0}, "{1: 2"), (None, "None"), ({"a": 10**400}, ".*too large")],
-)
-def test_a_metric_that_returns_no_numbers(tiny_model, tmp_path, returned, said):
-    data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: returned}
-    trainer = make(tiny_model, tmp_path, arguments=data)
-    with pytest.raises(TypeError, match=f"compute_metrics returned {said}"):
-        trainer.evaluate()
-
-
-@pytest.mark.parametrize("held_out", [PLAIN.select(range(2)), {"b": PLAIN.select(range(2))}], ids=["one", "named"])
-@pytest.mark.parametrize("name", ["loss", "reward", "eval_reward", "runtime"])
-def test_a_metric_does_not_replace_one_of_the_evaluation(tiny_model, tmp_path, name, held_out):
-    data = {"eval_dataset": held_out, "compute_metrics": lambda evaluated: {name: 2.0}}
-    trainer = make(tiny_model, tmp_path, arguments=data)
-    with pytest.raises(ValueError, match=f"compute_metrics returned '{name.removeprefix('eval_')}', which"):
-        trainer.evaluate()
-
-
-def test_a_metric_with_and_without_the_prefix(tiny_model, tmp_path):
-    measured = {"solved": 1.0, "eval_solved": 0.0}
-    data = {"eval_dataset": PLAIN.select(range(2)), "compute_metrics": lambda evaluated: measured}
-    with pytest.raises(ValueError, match="with and without 'eval_'"):
-        make(tiny_model, tmp_path, arguments=data).evaluate()
-
-
-@pytest.mark.parametrize("field", [{"include_for_metrics": ["loss"]}, {"batch_eval_metrics": True}])
-def test_fields_that_a_metric_does_not_read_are_rejected(tiny_model, tmp_path, field):
-    with pytest.raises(ValueError, match=f"{next(iter(field))}=.* has no effect"):
-        make(tiny_model, tmp_path, arguments={"compute_metrics": len}, **field)
-
-
-def test_a_metric_that_cannot_be_called(tiny_model, tmp_path):
-    with pytest.raises(TypeError, match="compute_metrics='f1'"):
-        make(tiny_model, tmp_path, arguments={"compute_metrics": "f1"})

@@ -11,7 +11,7 @@ from helpers import USE_CPU
 from tiny import make_tokenizer
 from trl import ModelConfig
 
-from opo_trl import OPOConfig, OPOTrainer, RolloutConfig
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.asynchronous.config import AsyncOPOConfig
 from opo_trl.launch.recipe import parse, read
@@ -23,7 +23,7 @@ PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text
 LIBRARIES = ["verl", "open-r1", "Unsloth"]
 FIELDS = {
     field.name
-    for kind in (OPOConfig, RolloutConfig, AsyncOPOConfig, OPOScriptArguments, ModelConfig)
+    for kind in (OPOConfig, OPOConfig, AsyncOPOConfig, OPOScriptArguments, ModelConfig)
     for field in fields(kind)
 }
 

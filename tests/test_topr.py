@@ -16,7 +16,8 @@ from opo_trl.config import ObjectiveConfig
 from opo_trl.launch.recipe import read
 from opo_trl.methods import method_of
 from opo_trl.metrics.step import metrics_of_samples
-from opo_trl.objective import TOPR, Groups, Samples, escort_weights
+from opo_trl.objective import Groups, Samples, escort_weights
+from opo_trl.objectives import TOPR
 from opo_trl.report.diagnostics import diagnostics
 from opo_trl.train import main
 
@@ -141,13 +142,13 @@ def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
             r"positive_bounds=\[2, 1\] is not allowed.*two numbers, the lower first, the upper above 0",
         ),
         ({"negative_bounds": [0, 0]}, r"negative_bounds=\[0, 0\] is not allowed.*the upper above 0"),
-        ({"objective": "opo_trl.objective.TOPR", "mu": 0.3}, r"mu=0\.3 has no effect with objective='topr'"),
+        ({"objective": "opo_trl.objectives.TOPR", "mu": 0.3}, r"mu=0\.3 has no effect with objective='topr'"),
         ({"objective": ".a.b"}, r"objective='\.a\.b' is none of opo, topr.*TypeError"),
         ({"negative_bounds": [-1, 1]}, r"negative_bounds=\[-1, 1\] is not allowed"),
         ({"negative_bounds": [1]}, r"negative_bounds=\[1\] is not allowed"),
         ({"push": "loud"}, r"push='loud' is not allowed. Set `push` to one of escort, reward, advantage"),
         ({"objective": "opo", "push": "escort"}, r"push='escort' has no effect with objective='opo'"),
-        ({"objective": "torp"}, r"objective='torp' is none of opo, topr and not the dotted path"),
+        ({"objective": "torp"}, r"objective='torp' is none of opo, topr, .* and not the dotted path"),
         ({"objective": "json.loads"}, r"objective='json.loads' is none of opo, topr"),
         ({"objective": "opo_trl.nowhere.Kind"}, r"No module named 'opo_trl.nowhere'"),
     ],

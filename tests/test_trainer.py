@@ -8,7 +8,6 @@ for complete optimizer steps of several micro-batches, on-policy and off-policy.
 import copy
 import functools
 import json
-import logging
 import math
 import os
 import statistics
@@ -35,12 +34,10 @@ from helpers import (
     without_times,
 )
 from invariance.launch import launch, logs
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.data.arithmetic import base_model_path
 
 
 # Four groups with everything that a rollout may contain: an unscored completion, a zero-variance group, and (with
@@ -599,52 +596,6 @@ def test_model_card_names_the_method(tiny_model, tmp_path):
     for text in ("OPO", "2601.12415", "Orthogonalized Policy Optimization", "\n- trl\n", "\n- opo\n"):
         assert text in card
     assert "- grpo" not in card
-    assert f"a fine-tuned version of the model `{Path(tiny_model).name}`, which is not on the Hub" in card
-    assert f'model="{tmp_path.name}"' in card
-    assert "None" not in card
-
-
-@pytest.mark.parametrize(
-    ("model", "dataset", "says"),
-    [
-        (base_model_path(), "arithmetic", ["a model embedded in opo_trl, `arithmetic`, which is not on the Hub"]),
-        (
-            "org/model",
-            "org/data",
-            ["(https://huggingface.co/org/model)", "(https://huggingface.co/datasets/org/data)"],
-        ),
-        ("org/model", "./data", ["(https://huggingface.co/org/model).\n"]),
-        ("", None, ["a fine-tuned version of the model `?`, which is not"]),
-    ],
-)
-def test_model_card_links_only_to_what_is_on_the_hub(tiny_model, tmp_path, model, dataset, says):
-    trainer = make_trainer(tiny_model, tmp_path)
-    trainer.model.config._name_or_path = model
-    trainer.create_model_card("tiny", dataset)
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    for text in says:
-        assert text in card
-    assert "None" not in card
-    assert ("/datasets/" in card) == (dataset == "org/data")
-
-
-def test_tied_weights_of_a_checkpoint_are_not_reported_as_missing(tiny_model, tmp_path, caplog):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model, tie_word_embeddings=True))
-    model.config._name_or_path = tiny_model  # where its tokenizer is
-    trainer = make_trainer(model, tmp_path / "run")
-    trainer.save_model(str(tmp_path / "saved"))
-    assert "lm_head.weight" not in load_file(tmp_path / "saved" / "model.safetensors")
-    monitored = logging.getLogger("transformers.trainer")
-    monitored.addHandler(caplog.handler)
-    trainer._load_from_checkpoint(str(tmp_path / "saved"))
-    assert "missing keys" not in caplog.text
-    tensors = load_file(tmp_path / "saved" / "model.safetensors")
-    del tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "saved" / "model.safetensors", metadata={"format": "pt"})
-    trainer._load_from_checkpoint(str(tmp_path / "saved"))
-    monitored.removeHandler(caplog.handler)
-    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
-        assert name in caplog.text
 
 
 def test_configuration_of_another_trainer_is_rejected(tiny_model, tmp_path):

@@ -67,14 +67,12 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         **dict.fromkeys(("_logs", "_metrics", "_pending_extra_logs", "_pending_metrics")),
         # A checkpoint
         "_save_checkpoint": ("model", "trial"),
-        "create_model_card": ("model_name", "dataset_name", "tags"),
     },
     "transformers.Trainer": {
         "train": ("resume_from_checkpoint",),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
         "_run_epoch": ("epoch", "epochs_trained", "steps_trained_in_current_epoch"),
         "evaluation_loop": ("dataloader", "metric_key_prefix"),
-        "compute_metrics": None,
         "_finalize_training": (),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
@@ -86,7 +84,6 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "_save_rng_state": ("output_dir",),
         "_load_rng_state": ("checkpoint",),
         "_load_optimizer_and_scheduler": ("checkpoint",),
-        "_issue_warnings_after_load": ("load_result",),
         **dict.fromkeys(("_globalstep_last_logged", "_total_loss_scalar", "_tr_loss")),
     },
     "transformers.TrainerCallback": dict.fromkeys(
@@ -137,7 +134,6 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "eos_token_ids": None,
         # Which prompts have been trained
         "_save_checkpoint": ("model", "trial"),
-        "create_model_card": ("model_name", "dataset_name", "tags"),
         **dict.fromkeys(("_trained_groups", "_groups_before_resume", "_epoch_stop_groups", "_last_groups_trained")),
     },
     _ASYNC: {

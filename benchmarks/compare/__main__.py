@@ -12,12 +12,10 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from opo_trl.checks import paths
-from opo_trl.checks.errors import report_error, under_way
-from opo_trl.checks.files import inner_folder
+from opo_trl.checks.errors import report_error
 from opo_trl.checks.secrets import mask_words
 from opo_trl.checks.text import one_line
 from opo_trl.methods import BASELINE
@@ -45,10 +43,10 @@ def _make_parser() -> argparse.ArgumentParser:
     text = "Run what is missing, then report on all runs. Any other --field value is passed to every run."
     # Without abbreviations: a prefix of an option may be a field of a run.
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=text, allow_abbrev=False)
-    parser.add_argument("inputs", nargs="+", type=paths.path, help="recipes (*.yaml), and folders of finished runs")
+    parser.add_argument("inputs", nargs="+", type=Path, help="recipes (*.yaml), and folders of finished runs")
     parser.add_argument("--seeds", nargs="+", type=int, default=[], help="seeds to run each recipe with")
     text = "folder for the report, and for the recipes' runs"
-    parser.add_argument("--output", type=paths.path, required=True, help=text)
+    parser.add_argument("--output", type=Path, required=True, help=text)
     parser.add_argument("--jobs", type=int, default=1, help="how many runs at once (default: 1)")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--baseline", help=f"method to compare with (default: {BASELINE}, or the first one)")
@@ -65,18 +63,15 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
         raise ValueError(f"--baseline {arguments.baseline} is none of the methods. Use one of {known}.")
     paths.check_folder("output", arguments.output)
     check_output(arguments.output)
-    with under_way() if jobs else nullcontext():
-        if jobs:
-            inner_folder(arguments.output, "figures")  # hours before they are drawn
-        failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
-        if failed:
-            print(*map(failure, failed), sep="\n\n", file=sys.stderr)
-            print(f"\n{len(failed)} of {len(jobs)} runs failed. To resume them, repeat the command.", file=sys.stderr)
-            return 1
-        runs = [*own, *(read_run(job.folder) for job in jobs)]
-        _check(runs)
-        methods = order(runs, arguments.baseline)
-        print(*write_report(Comparison(methods), arguments.output, command(arguments, fields)), sep="\n")
+    failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
+    if failed:
+        print(*map(failure, failed), sep="\n\n", file=sys.stderr)
+        print(f"\n{len(failed)} of {len(jobs)} runs failed. To resume them, repeat the command.", file=sys.stderr)
+        return 1
+    runs = [*own, *(read_run(job.folder) for job in jobs)]
+    _check(runs)
+    methods = order(runs, arguments.baseline)
+    print(*write_report(Comparison(methods), arguments.output, command(arguments, fields)), sep="\n")
     return 0
 
 

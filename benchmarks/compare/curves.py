@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from opo_trl.checks.files import inner_folder
 from opo_trl.methods import method_of
 from opo_trl.metrics.log import Points
 from opo_trl.report.figures import legible, style, write
@@ -58,7 +57,7 @@ def draw(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
     Returns name, title, caption and content of each.
     """
     plt.switch_backend("Agg")  # files only: no display is needed
-    folder = inner_folder(folder, "figures")
+    folder = folder / "figures"
     with style():
         figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in CURVES]
     return [figure for figure in figures if figure is not None]

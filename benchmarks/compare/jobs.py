@@ -15,7 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from opo_trl.checks.files import open_to_append, tail
 from opo_trl.checks.secrets import mask
 from opo_trl.report.run_folder import LOG, RECIPE, is_finished, is_run, read_settings
 
@@ -130,7 +129,7 @@ def _processes() -> Iterator[dict[Job, subprocess.Popen]]:
 
 def _start(job: Job) -> subprocess.Popen:
     job.output.parent.mkdir(parents=True, exist_ok=True)
-    with open_to_append(job.output) as output:
+    with job.output.open("ab") as output:
         try:
             # The run's processes inherit the lock: it lasts as long as any of them, even if this process is killed.
             fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,9 +141,18 @@ def _start(job: Job) -> subprocess.Popen:
         return subprocess.Popen(job.command, start_new_session=True, **streams)
 
 
+def _tail(path: Path, size: int = 2**16) -> str:
+    """The last bytes of a text file, decoded; empty if there is none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - size, 0))
+        return file.read().decode("utf-8", "replace")
+
+
 def _step(job: Job) -> int:
     """The last optimizer step that a run has logged."""
-    steps = re.findall(r'^\{"step": (\d{1,15}),', tail(job.folder / LOG), re.MULTILINE)
+    steps = re.findall(r'^\{"step": (\d{1,15}),', _tail(job.folder / LOG), re.MULTILINE)
     return int(steps[-1]) if steps else 0
 
 
@@ -156,6 +164,6 @@ def _share(job: Job) -> float:
 
 def failure(job: Job) -> str:
     """Message about a failed run: where its output is, and the end of it."""
-    lines = [line for line in tail(job.output).splitlines() if line.strip()]
+    lines = [line for line in _tail(job.output).splitlines() if line.strip()]
     quoted = "\n".join(f"    {line}" for line in lines[-_QUOTED_LINES:])
     return f"{job.name} failed. The end of {job.output}:\n{quoted}"

@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opo_trl.checks.files import COUNT, STEP, TEXT, read_json
 from opo_trl.checks.text import one_line
 from opo_trl.fields import DATA, MODEL, SAMPLING
 from opo_trl.launch.resume import MODEL_PREFIX, fields_deciding
-from opo_trl.methods import DEFAULT, by_trainer
+from opo_trl.methods import DEFAULT
 from opo_trl.report.run_folder import (
     LOG,
     RECIPE,
-    ROLLOUT,
     SETTINGS,
     is_finished,
     is_run,
@@ -35,8 +33,6 @@ _INCIDENTAL = (
     *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm"),
     *("accelerate_config", "overwrite", "resume_from_checkpoint", "local_rank", "reward_workers"),
 )
-
-_NEEDED = {"seed": STEP, "reward_funcs": [TEXT], **dict.fromkeys(ROLLOUT, COUNT)}
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,6 @@ def read_run(folder: Path) -> Run:
     if not settings or not log:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
-    read_json(folder / SETTINGS, _NEEDED)  # once more, for what only a comparison needs
     place = folder.resolve()
     return Run(
         label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),
@@ -156,10 +151,6 @@ def method_settings(settings: Settings) -> dict[str, Any]:
 def what_differs(methods: Mapping[str, list[Run]]) -> list[list[str]]:
     """Settings in which methods differ: name and values; `–` if a method has no such field, or does not use it."""
     settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
-    if len({own["trainer"] for own in settings}) > 1:
-        for own in settings:  # such as the fields of GRPO's losses in OPO
-            method = by_trainer().get(own["trainer"])
-            own |= dict.fromkeys(method.config_class.unused_fields if method else ())
     keys = sorted({key for own in settings for key in own})
     rows = [[key, *(_shown(own.get(key)) for own in settings)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

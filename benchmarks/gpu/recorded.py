@@ -220,7 +220,7 @@ class Bench:
         """Train from the base model, and measure; the line of a run."""
         self.record(run.seed)
         began = time.perf_counter()
-        groups = read_lines(self.output / f"recorded-{run.seed}.jsonl", {})[: self.size.prompts[run.regime]]
+        groups = read_lines(self.output / f"recorded-{run.seed}.jsonl")[: self.size.prompts[run.regime]]
         self.model.load_state_dict(self.base)
         steps = sum(1 for _ in self.steps(run, groups))
         trained = time.perf_counter()
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--model is needed, but for --size tiny")
     size, file, runs = SIZES[args.size], args.output / "runs.jsonl", []
     write_json(args.output / "origin.json", begin(args.output / "origin.json", {"size": args.size}))
-    write_lines(file, read_lines(file, {}))  # without a line that was cut short
+    write_lines(file, read_lines(file))  # without a line that was cut short
     start = (time.time() + args.limit_seconds, args.model or base_model_path(), args.output, args.size)
     with ExitStack() as stack:
         each: Any = map

@@ -2,7 +2,7 @@
 # Every benchmark that needs a GPU, within ten minutes on one of 80 GB:
 #   benchmarks/gpu/run.sh OUT [WHEELS]
 # OUT: folder for results and logs. WHEELS: folder of wheels to install without a network (README.md says how to fill
-# it). Called again with the same OUT, it resumes. LIMIT_SECONDS: another limit. PARTS: others, "checks memory" too.
+# it). Called again with the same OUT, it resumes. LIMIT_SECONDS: another limit. PARTS: others, "checks" too.
 # MODEL: folder of SmolLM2-135M-Instruct, if it is there already. TINY=1: smallest sizes, also on a CPU.
 set -uo pipefail
 
@@ -66,7 +66,6 @@ weights() {  # whether there is the model; at tiny size, there need not be
 for name in ${PARTS:-update_phase online recorded}; do
     case $name in
     checks) checks ;;
-    memory) part memory 120 benchmarks.gpu.memory --output "$out/memory.json" ${TINY:+--tiny} ;;
     update_phase) part update_phase 100 benchmarks.gpu.update_phase --output "$out/update_phase.json" ${TINY:+--tiny} ;;
     online | recorded)
         weights || { echo "== $name: no model"; failed=1; continue; }

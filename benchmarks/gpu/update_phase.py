@@ -9,7 +9,7 @@ Called again with the same file, it measures the missing cases, and writes their
 The comparison of `benchmarks/update_phase.py` at full length, in bfloat16, without zero-variance groups. All trainers
 use TRL's fused LM head. A first phase of each is not timed: its tokens are counted, and its peak of memory, without
 what the other trainers hold. Then the phases alternate, so that a device that slows down slows all. The smaller model
-is also trained by our `RolloutTrainer` with TRL's loss (`trainer: grpo`). An earlier form, of which results are
+is also trained by `OPOTrainer` with GRPO's loss (`objective: grpo`). An earlier form, of which results are
 committed, had groups of equal rewards and the parts of a phase: `git show 7eb7cae:benchmarks/gpu/update_phase.py`.
 """
 

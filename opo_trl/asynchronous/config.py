@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks import devices
-from ..checks.addresses import check_url
 from ..checks.ranges import require
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import COUNT, OBJECTIVE, RUN, deciding, given, setting
+from ..fields import COUNT, OBJECTIVE, POSITIVE, RUN, deciding, given, setting
 
 
 _ONE_GROUP = "is not possible in asynchronous training, which scores one group at a time"
@@ -50,9 +49,9 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     `log_ratio_clamp` and `ratio_form`, with the meaning and the defaults that they have in [`OPOConfig`].
 
     A group is scored on its own, so what needs a whole rollout is rejected: `chi2_radius`, `positivity="stiffen"`,
-    `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are `epsilon` and
-    `epsilon_high`, which OPO has no use for, and filters of the next token (`top_p`, `top_k`, `min_p`,
-    `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only without them.
+    `drive_scaling="batch"`, `adaptive_temperature`, `temperature_range` and `anchor_correction`. So are filters of
+    the next token (`top_p`, `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the
+    behaviour policy only without them.
     `min_p` is sent as 0.0, so that the server does not take one from the model's `generation_config.json`.
 
     Parameters:
@@ -60,7 +59,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
             Optimizer steps over the same completions, at least 1. Set `weight_sync_steps` to the same number to send
             weights after the last one. A run that is resumed before it generates their prompts' completions anew.
         max_skipped_steps (`int`, *optional*, defaults to `10`):
-            As in [`RolloutConfig`]: number of consecutive optimizer steps with a non-finite gradient after which the
+            As in [`OPOConfig`]: number of consecutive optimizer steps with a non-finite gradient after which the
             run saves a checkpoint and ends, at least 1.
 
     Raises:
@@ -68,6 +67,17 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
         names the field, the value and what to do.
     """
 
+    # Of TRL's losses, with the meaning and defaults that they have in `GRPOConfig`
+    importance_sampling_level: Annotated[Literal["token", "sequence"], OBJECTIVE] = setting(
+        "token", "Whether GRPO's ratio is that of a token or of the completion."
+    )
+    delta: Annotated[float | None, OBJECTIVE, POSITIVE] = setting(None, "GRPO's upper bound on the ratio.")
+    sapo_temperature_pos: Annotated[float, OBJECTIVE, POSITIVE] = setting(1.0, "SAPO's temperature where A > 0.")
+    sapo_temperature_neg: Annotated[float, OBJECTIVE, POSITIVE] = setting(1.05, "SAPO's temperature elsewhere.")
+    vespo_k_pos: Annotated[float, OBJECTIVE, POSITIVE] = setting(2.0, "VESPO's power where A >= 0.")
+    vespo_lambda_pos: Annotated[float, OBJECTIVE, POSITIVE] = setting(3.0, "VESPO's decay where A >= 0.")
+    vespo_k_neg: Annotated[float, OBJECTIVE, POSITIVE] = setting(3.0, "VESPO's power elsewhere.")
+    vespo_lambda_neg: Annotated[float, OBJECTIVE, POSITIVE] = setting(2.0, "VESPO's decay elsewhere.")
     num_iterations: Annotated[int, COUNT] = setting(1, "Optimizer steps over the same completions.")
     max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
         10, "Consecutive optimizer steps with a non-finite gradient that end the run."
@@ -81,7 +91,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
             if value not in possible if possible else name in set_:
                 raise ValueError(f"{name}={value!r} {why}. {fix}.")
         self.min_p = 0.0
-        self.vllm_server_base_url = check_url("vllm_server_base_url", self.vllm_server_base_url)
+        self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
         super().__post_init__()
         devices.check_own(self.device)
         self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first

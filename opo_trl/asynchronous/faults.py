@@ -26,7 +26,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-from ..checks.addresses import without_secrets
+from ..checks.secrets import mask_text
 from ..checks.text import quoted
 from ..rewards.checked import checked_reward
 from ..rewards.errors import RewardError, told
@@ -54,12 +54,12 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
         mode = client.get_server_info()["model_config"]["logprobs_mode"]
     except Exception as error:
         raise RuntimeError(
-            f"The vLLM server at {without_secrets(client.server_url)} does not report its `--logprobs-mode`: "
+            f"The vLLM server at {mask_text(client.server_url)} does not report its `--logprobs-mode`: "
             f"{told(error)}. Start `vllm serve` there with `VLLM_SERVER_DEV_MODE=1` in its environment."
         ) from error
     if mode != "processed_logprobs" and (mode, temperature) != ("raw_logprobs", 1.0):
         raise ValueError(
-            f"The vLLM server at {without_secrets(client.server_url)} runs with `--logprobs-mode {mode}`, so with "
+            f"The vLLM server at {mask_text(client.server_url)} runs with `--logprobs-mode {mode}`, so with "
             f"temperature={temperature} it does not report the log-probabilities that it samples from. Start it with "
             "`--logprobs-mode processed_logprobs`."
         )
@@ -188,7 +188,7 @@ def synchronizing(trainer: Any) -> Iterator[None]:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"The vLLM server at {without_secrets(url)} did not accept the weights: {error} Start it anew, and "
+                f"The vLLM server at {mask_text(url)} did not accept the weights: {error} Start it anew, and "
                 "resume the run from its last checkpoint."
             ) from error
 
@@ -271,7 +271,7 @@ class GuardedLoop(_AsyncRolloutLoop):
             self._returned = time.monotonic()
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
-        server = f"The vLLM server at {without_secrets(self.vllm_server_url)}"
+        server = f"The vLLM server at {mask_text(self.vllm_server_url)}"
         self._unanswered = f"{server} does not answer."
         try:
             answer = await super()._post(path, payload, timeout, max_retries=1)  # the caller repeats it

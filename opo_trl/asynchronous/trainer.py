@@ -24,15 +24,15 @@ import torch
 from accelerate.logging import get_logger
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from ..checks.weights import check_finite, check_models, check_trainable
+from ..checks.weights import check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
-from ..objective import OPO, Objective, Samples, objective_named
-from ..rollout import checkpoint, wording
+from ..objective import OPO, Objective, Samples
+from ..objectives import objective_named
+from ..rollout import checkpoint
 from ..rollout.frozen_base import FrozenBase
 from ..rollout.prompts import check_datasets
 from ..rollout.skipped_steps import SkippedSteps
@@ -158,7 +158,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 weight_transfer=weight_transfer,
             )
         attention.check_model(self.model)
-        check_finite(self.accelerator, self.model)
         faults.check_sharding(self.accelerator)
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
@@ -193,7 +192,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         As in TRL, but only complete checkpoints are resumed, with the prompts of which no completion has been trained.
-        Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`RolloutTrainer.train`].
+        Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
 
         Raises:
             `ValueError`: the wanted checkpoint is not complete, there is none, no weight would be trained, or the
@@ -270,7 +269,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 generated_by, tokens, *values = sample["metrics"].pop(OWN)
                 tables.append([generated_by - version, sample["advantage"], tokens, *values])
                 trained = int(sample["completion_mask"].sum())
-                total += trained if self.args.log_ratio_reduction == "sum" else trained / tokens
+                total += trained if self.policy_objective.reduction == "sum" else trained / tokens
         table, counts = torch.tensor(tables, dtype=torch.float64), [len(row.samples) for row in rows]
         padded = [pad(part, (0, 0, 0, max(counts) - len(part))) for part in table.split(counts)]
         self._collated.append({sample["group_id"] for row in rows for sample in row.samples})
@@ -407,7 +406,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
 
     def _determine_best_metric(self, metrics, trial):
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `RolloutTrainer`
+        return super()._determine_best_metric(metrics, trial) or self.control.should_save  # as in `OPOTrainer`
 
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):
@@ -418,25 +417,11 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             self._metrics["train"]["opo/skipped_steps"].append(self._skipped.total)
         super().log(logs, start_time)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None):
-        super().create_model_card(model_name, wording.if_on_the_hub(dataset_name), tags)
-        wording.name_model(self)
-
-    def _issue_warnings_after_load(self, load_result):
-        wording.leave_out_tied(self.model, load_result)
-        super()._issue_warnings_after_load(load_result)
-
     # Saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial):
-        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self.args.should_save:
-            checkpoint.make_way(folder)
-        self.accelerator.wait_for_everyone()
-        with temporarily(self.args, save_total_limit=None):  # older ones are deleted by `finish`
+        with checkpoint.saving(self, trial):
             super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            checkpoint.finish(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
     def _finalize_training(self, *inputs, **named):
         with temporarily(self.args, save_total_limit=None):

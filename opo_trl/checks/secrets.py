@@ -21,16 +21,12 @@ _NAME = re.compile(
     r"|[A-Z0-9_]+(_KEY|PASSW(OR)?D)|(MYSQL_PWD|DB_?PASS)"
 )
 _USER = re.compile(r"(\w://)[^\s/'\"]*@")
-_ASSIGNED = re.compile(
-    r"(?<![\w-])(?P<before>(--)?(?P<name>[A-Za-z][\w-]*)(=|['\"]: ?))(?P<value>'[^']*'|\"[^\"]*\"|[^\s'\"&#,;})\]]+)"
-)
-_OPTION = re.compile(r"(?P<before>(?<!\S)--(?P<name>[A-Za-z][\w-]*)\s+)(?P<value>(?!--)\S+)")
+_QUERY = re.compile(r"([?&]([\w-]+))=[^\s&#'\"]+")
 # No name of words: `hf-internal-testing` is an organization, and `sk-…` may be a folder.
 _FORM = re.compile(
     r"\b((?:hf|hf_oauth|gh[pousr]|sk)(?=[_-][A-Za-z0-9]{16})"
     r"|(?:github_pat|glpat|xox[abp]|sk-(?:proj|svcacct|ant|or))(?=[_-][\w-]{16}))[_-][\w-]+"
 )
-_QUERY = re.compile(r"([?&]([\w-]+))=[^\s&#'\"]+")
 _LOST = re.compile(r"://\*\*\*@|[?&][\w-]+=\*\*\*|\b[a-z_]+_\*\*\*")
 
 
@@ -44,12 +40,29 @@ def mask(content: Any, name: str = "") -> Any:
         return _marker(name)
     if type(content) is not str:  # such as an `Enum`
         return content
-    return mask_text(content) if content.startswith("{") else _mask_addresses(content)
+    if content.startswith("{"):  # a mapping as text
+        with suppress(yaml.YAMLError, ValueError, RecursionError):
+            parsed = yaml.safe_load(content)
+            return content if (plain := mask(parsed)) == parsed else str(plain)
+    return mask_text(content)
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
     """A command line without secrets."""
     return [_mask_word(before, word) for before, word in zip(["", *words], words, strict=False)]
+
+
+def _mask_word(before: str, word: str) -> str:
+    is_value = before.startswith("--") and not word.startswith("--")
+    option, sign, value = word.partition("=") if word.startswith("--") else ("", "", word)
+    shown = mask(value, (before if is_value else option).lstrip("-").replace("-", "_"))
+    return f"{option}{sign}{shown}"
+
+
+def mask_text(text: str) -> str:
+    """A message without tokens, and without passwords in addresses."""
+    text = _QUERY.sub(lambda found: f"{found[1]}=***" if _NAME.fullmatch(found[2]) else found[0], text)
+    return _FORM.sub(r"\1_***", _USER.sub(r"\1***@", text))
 
 
 def masked(content: Any, name: str = "") -> bool:
@@ -92,29 +105,3 @@ def _is_secret(name: str, value: str) -> bool:
 
 def _marker(name: str) -> str:
     return f"<{name.upper()}>"
-
-
-def _mask_word(before: str, word: str) -> str:
-    if before.startswith("--") and not word.startswith("--"):
-        name = before[2:].replace("-", "_")
-        if _is_secret(name, word):
-            return _marker(name)
-        if word.startswith("{"):  # a mapping
-            with suppress(yaml.YAMLError, ValueError, RecursionError):
-                return str(mask(yaml.safe_load(word)))
-    return mask_text(word)
-
-
-def mask_text(text: str) -> str:
-    """A message without secrets: also those that it assigns, as in `hub_token='…'` and `--hub_token …`."""
-
-    def hidden(found: re.Match[str]) -> str:
-        shown = _marker(found["name"].replace("-", "_"))
-        return found["before"] + shown if _is_secret(found["name"], found["value"]) else found[0]
-
-    return _OPTION.sub(hidden, _ASSIGNED.sub(hidden, _mask_addresses(text)))
-
-
-def _mask_addresses(text: str) -> str:
-    text = _QUERY.sub(lambda found: f"{found[1]}=***" if _NAME.fullmatch(found[2]) else found[0], text)
-    return _FORM.sub(r"\1_***", _USER.sub(r"\1***@", text))

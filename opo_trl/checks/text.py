@@ -26,9 +26,3 @@ def quoted(value: Any) -> str:
         return one_line(repr(value))
     except Exception:  # a user's own `__repr__`
         return f"a {type(value).__name__}"
-
-
-def shortened(message: str) -> str:
-    """A message of lines of at most 1,000 characters, each with its beginning (the field) and its end (the fix)."""
-    lines = message.split("\n")
-    return "\n".join(line if len(line) <= 1000 else f"{line[:500]}…{line[-499:]}" for line in lines)

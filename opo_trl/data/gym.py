@@ -9,7 +9,6 @@ a set. So all processes of a run, and all runs, get the same problems.
 
 import ast
 import contextlib
-import difflib
 import functools
 import io
 import json
@@ -18,14 +17,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from ..checks.environment import check_installed
-from ..fields import integer
 from ..rewards.boxes import text_of, without_reasoning
 from ..rewards.effects import without_effects
-from ..rewards.errors import is_ctrl_c
 
 
 PREFIX = "reasoning_gym/"
@@ -60,21 +56,18 @@ def make_problems(
         `ValueError`: there is no such task, split, level or setting.
         `ImportError`: reasoning-gym is not installed.
     """
-    seed, size = settings.get("seed", 0), settings.get("size", 1)
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
-    for field, value, least in (("seed", seed, 0), ("size", size, 1)):
-        if value not in (allowed := integer(least, TEST_SEED // 2 - 1)):
-            raise ValueError(f"dataset_settings={{{field}: {value!r}}} is not allowed. Set `{field}` to {allowed}.")
     check_installed(f"dataset_name={name!r}", "reasoning_gym", install="'opo_trl[gym]'")
-    task, seeded = name.removeprefix(PREFIX), {**settings, "seed": seed + TEST_SEED * (split == "test")}
+    seed = int(settings.get("seed", 0)) + TEST_SEED * (split == "test")
+    task, seeded = name.removeprefix(PREFIX), {"size": 1, **settings, "seed": seed}
     asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])
     where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-m", __name__], input=asked, check=False, **where)
     if done.returncode:
         *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
-        is_clear = message.startswith(("dataset_name=", "dataset_settings=", "levels="))
-        raise ValueError(message if is_clear else f"dataset_name={name!r} cannot be generated: {message}")
+        given = f"dataset_name={name!r}, dataset_settings={dict(settings)!r} and levels={levels!r}"
+        raise ValueError(f"{given} do not fit together: {message}. Change them.")
     return json.loads(done.stdout)
 
 
@@ -114,7 +107,7 @@ def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
         with without_effects(), contextlib.redirect_stdout(io.StringIO()):
             score = float(scorer.score_answer(answer, entry))
     except BaseException as error:  # an answer may be `exit()`
-        if isinstance(error, MemoryError) or is_ctrl_c(error):
+        if isinstance(error, MemoryError | KeyboardInterrupt):
             raise
         return 0.0
     return score if math.isfinite(score) else 0.0
@@ -125,50 +118,21 @@ def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
 
 def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
     """The task's dataset; its entries are drawn when they are asked for."""
-    check_installed(f"dataset_name='{PREFIX}{task}'", "reasoning_gym", install="'opo_trl[gym]'")
-    from reasoning_gym.factory import CURRICULA, DATASETS
+    from reasoning_gym.factory import create_curriculum, create_dataset
 
-    if task not in DATASETS or task == "composite":
-        near = difflib.get_close_matches(task, DATASETS, n=1)
-        hint = f"Did you mean '{PREFIX}{near[0]}'?" if near else "reasoning-gym's GALLERY.md shows its tasks."
-        raise ValueError(f"dataset_name='{PREFIX}{task}' does not exist. {hint}")
-    dataset_class, config_class = DATASETS[task]
-    names = [field.name for field in fields(config_class)]
-    if unknown := [name for name in settings if name not in names]:
-        raise ValueError(
-            f"dataset_settings={{{unknown[0]}: {settings[unknown[0]]!r}}} is not a setting of {task}. Its settings "
-            f"are {', '.join(names)}."
-        )
-    try:
-        config = config_class(**settings) if level is None else _at_level(CURRICULA, task, settings, level)
-        if hasattr(config, "validate"):  # some tasks read their settings before they validate them
-            config.validate()
-        return dataset_class(config=config)
-    except (AssertionError, TypeError, AttributeError) as error:
-        shown = {name: value for name, value in settings.items() if name != "seed"}
-        raise ValueError(
-            f"dataset_settings={shown!r} does not fit {task}: {error or 'a value is not allowed'}. Change it."
-        ) from error
-
-
-def _at_level(curricula: Mapping[str, Any], task: str, settings: dict[str, Any], level: str) -> Any:
-    """The task's configuration, with the settings that its curriculum determines."""
-    if task not in curricula:
-        raise ValueError(f"levels={[level]}: {task} has no curriculum. Leave `levels` out.")
-    curriculum = curricula[task]()
+    if level is None:
+        return create_dataset(task, **settings)
+    curriculum = create_curriculum(task)
     attributes = curriculum.attributes.values()
     highest = max(len(attribute.levels) for attribute in attributes) - 1
-    if level not in map(str, range(highest + 1)):
-        raise ValueError(f"levels={[level]}: {task} has the levels 0 to {highest}. Set `levels` to some of them.")
+    if not 0 <= int(level) <= highest:
+        raise ValueError(f"{task} has the levels 0 to {highest}")
     for attribute in attributes:
         curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
-        for name in ("field_name", "lower_field_name", "upper_field_name"):
-            if (twice := getattr(attribute, name, None)) in settings:
-                raise ValueError(
-                    f"dataset_settings={{{twice}: {settings[twice]!r}}} is a setting that the levels of {task} "
-                    "determine. Remove it, or `levels`."
-                )
-    return curriculum.generate_configuration(settings)
+    config = vars(curriculum.generate_configuration(settings))
+    if replaced := [name for name, value in settings.items() if config[name] != value]:
+        raise ValueError(f"the levels of {task} determine {', '.join(replaced)}")
+    return create_dataset(task, **config)
 
 
 def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[dict[str, Any]]:
@@ -196,18 +160,7 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _main() -> int:
-    """Read requests from the standard input, and write their rows to the standard output."""
-    requests = json.load(sys.stdin)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # some tasks print
-            rows = [row for request in requests for row in _draw(*request)]
-    except (ValueError, ImportError) as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
-    json.dump(rows, sys.stdout)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(_main())
+    with contextlib.redirect_stdout(sys.stderr):  # some tasks print
+        drawn = [row for request in json.load(sys.stdin) for row in _draw(*request)]
+    json.dump(drawn, sys.stdout)

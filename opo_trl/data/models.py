@@ -4,4 +4,4 @@ from pathlib import Path
 
 
 # Name in `model_name_or_path` → folder with weights, tokenizer and measured accuracy (`ACCURACY.json`).
-EMBEDDED_MODELS = {name: str(Path(__file__).parent / name / "base") for name in ("arithmetic", "guessing", "spelling")}
+EMBEDDED_MODELS = {name: str(Path(__file__).parent / name / "base") for name in ("arithmetic", "spelling")}

@@ -12,7 +12,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset
@@ -21,8 +21,7 @@ from ..rewards.boxes import MARK, final_answer, find_boxes
 from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows, local_file
-from .guessing import make_games
-from .prompts import is_chat, without_space
+from .prompts import without_space
 
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ logger = logging.getLogger(__name__)
 EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]] = {
     "arithmetic": make_problems,
     "few_shot": few_shot.make_problems,
-    "guessing": make_games,
 }
 
 COLUMNS = ("problem", "level", "type", "solution")
@@ -82,8 +80,8 @@ def load_problems(
 
     Returns:
         `Dataset`: Rows with the columns `problem`, `level`, `type` and `solution`; level and type are strings, or
-        `None` where the dataset has none. A solution from a column of another name gets a `\boxed{}` around its
-        answer: the text after the last `####`, or all of it. Rows of reasoning-gym also have what its scorer reads.
+        `None` where the dataset has none. A solution from a column of another name is its final answer: what is in the
+        last box, the text after the last `####`, or all of it. Rows of reasoning-gym also have what its scorer reads.
 
     Raises:
         `ValueError`: if the dataset does not exist or cannot be read, a column is missing, a level is unknown, or no
@@ -107,17 +105,11 @@ def draw_or_load(
 ) -> Dataset:
     """All columns of a dataset; see [`load_problems`] for the arguments. `levels` matter to those that are drawn."""
     drawn = name.startswith(gym.PREFIX)
-    if settings is not None and not drawn:
-        raise ValueError(
-            f"dataset_settings={settings!r} has no effect with dataset_name={name!r}: it is for "
-            f"reasoning-gym's tasks. Remove it, or set `dataset_name` to '{gym.PREFIX}' and a task."
-        )
     made = drawn or name in EMBEDDED
-    if config is not None and (made or local_file(name, split)):
-        raise ValueError(
-            f"dataset_config={config!r} is only for datasets on the Hub, and dataset_name={name!r} is not one. "
-            "Remove it."
-        )
+    on_hub = config is None or not (made or local_file(name, split))
+    for field, value, fits in (("dataset_settings", settings, drawn), ("dataset_config", config, on_hub)):
+        if value is not None and not fits:
+            raise ValueError(f"{field}={value!r} has no effect with dataset_name={name!r}. Remove it.")
     if not made:
         return load_rows(name, config, split)
     rows = gym.make_problems(name, split, levels, settings or {}) if drawn else EMBEDDED[name](split, levels)
@@ -164,55 +156,32 @@ def as_prompts(rows: Dataset, columns: Mapping[str, str]) -> tuple[Dataset, Sour
     final answer. A dataset without a column `solution`, which rewards read, gets one if it has final answers. A prompt
     from a column `messages` ends with its last user turn: what the assistant answers there is left out.
     """
-    stored = rows.column_names
-    if "prompt" not in {*stored, *columns} and _MESSAGES in stored:
-        columns = {"prompt": _MESSAGES, **columns}
-    inner = {ours: theirs for ours, theirs in columns.items() if theirs not in stored and "." in theirs}
-    if columns.get("solution") in stored and "solution" not in stored:
-        inner["solution"] = columns["solution"]
-    plain = {theirs: ours for ours, theirs in columns.items() if ours not in inner}
-    if any(theirs not in stored or (ours in stored and ours not in plain) for theirs, ours in plain.items()):
-        raise _misfit(columns, stored)
-    renamed = rows.rename_columns(plain)
-    if "solution" not in {*renamed.column_names, *inner} and (answers := _answer_column(renamed)):
-        inner["solution"] = answers
-    for ours, theirs in inner.items():
-        if not _leads_somewhere(renamed, theirs) or ours in renamed.column_names:
-            raise _misfit(columns, stored)
-        values = (_solutions if ours == "solution" else _values)(renamed, theirs)
-        if ours == "solution":
-            values = [final_answer(text) if isinstance(text, str) and find_boxes(text) else text for text in values]
-        renamed = renamed.add_column(ours, column(values))
+    names = rows.column_names
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    if "prompt" not in {*names, *columns} and _MESSAGES in names:
+        columns["prompt"] = _MESSAGES
+    if any(not _leads_somewhere(rows, theirs) or ours in names for ours, theirs in columns.items()):
+        raise _misfit(columns, names)
+    made = {ours: _values(rows, theirs) for ours, theirs in columns.items() if theirs not in names}
     if columns.get("prompt") == _MESSAGES:
-        asked = [_until_last_question(turns, index) for index, turns in enumerate(renamed["prompt"])]
-        # Renamed first: it may be the only column, without which there would be no rows.
-        renamed = renamed.rename_column("prompt", _MESSAGES).add_column("prompt", column(asked))
-        renamed = renamed.remove_columns(_MESSAGES)
-    if "prompt" in renamed.column_names:
-        _check_prompts(renamed["prompt"])
-    return renamed, {**columns, **inner}
+        made["prompt"] = [_until_last_question(turns, row) for row, turns in enumerate(rows[_MESSAGES])]
+    kept = {theirs: ours for ours, theirs in columns.items() if ours not in (*made, "solution")}
+    renamed = rows.rename_columns(kept)
+    if "solution" in columns:
+        made["solution"] = _solutions(rows, columns["solution"])
+    elif "solution" not in names and (answers := _answer_column(renamed)):
+        columns["solution"], made["solution"] = answers, _solutions(renamed, answers)
+    for ours, values in made.items():
+        renamed = renamed.add_column(ours, column(values))
+    return renamed.remove_columns([_MESSAGES] if columns.get("prompt") == _MESSAGES else []), columns
 
 
 def _until_last_question(turns: Any, row: int) -> list[Any]:
     roles = [turn.get("role") for turn in turns] if isinstance(turns, list) else []
     if "user" not in roles:
-        raise ValueError(
-            f"the dataset's column '{_MESSAGES}' holds {str(turns)[:60]!r} in row {row}, which has no user turn. Set "
-            "it to a list of `{role: …, content: …}`, or map the prompts: `columns: {prompt: …}`."
-        )
+        said = f"the dataset's column '{_MESSAGES}' holds {str(turns)[:60]!r} in row {row}, which has no user turn"
+        raise ValueError(f"{said}. Set it to messages, or map the prompts: `columns: {{prompt: …}}`.")
     return turns[: len(roles) - roles[::-1].index("user")]
-
-
-def _check_prompts(prompts: Iterable[Any]) -> None:
-    kinds = set()
-    for index, prompt in enumerate(prompts):
-        is_text = isinstance(prompt, str) and bool(prompt.strip())
-        kinds.add(is_text)
-        if not (is_text or is_chat(prompt)) or len(kinds) > 1:
-            raise ValueError(
-                f"the dataset's column 'prompt' holds {str(prompt)[:60]!r} in row {index}. Set every prompt to text, "
-                "or every one to a list of messages, each with a `role` and `content`."
-            )
 
 
 def _misfit(columns: Mapping[str, str], names: Sequence[str]) -> ValueError:
@@ -246,16 +215,13 @@ def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, see
         found = [None if level is None else str(level) for level in stored]
         known = sorted({*found} - {None})
         if not known:
-            raise ValueError(
-                f"levels={levels!r}: the dataset has no levels. Leave `levels` out, or set `columns: {{level: …}}`."
-            )
+            fix = "Leave `levels` out, or set `columns: {level: …}`"
+            raise ValueError(f"levels={levels!r}: the dataset has no levels. {fix}.")
         if isinstance(levels, str) or not levels or not {*levels} <= {*known}:
             raise ValueError(f"levels={levels!r} must be a list of existing levels: {known}.")
         problems = problems.select([index for index, level in enumerate(found) if level in levels])
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} is outside (0, 1]. Use 1.0 for all rows.")
     size = round(fraction * len(problems))
-    if size == 0:
+    if not size:
         raise ValueError(f"fraction={fraction} of {len(problems)} rows leaves none. Use a larger one, or more levels.")
     return problems if size == len(problems) else problems.shuffle(seed=seed).select(range(size))
 
@@ -280,9 +246,7 @@ def _leads_somewhere(rows: Dataset, path: str) -> bool:
 
 def _values(rows: Dataset, path: str) -> list[Any]:
     """A column; a dot leads into mappings, and to `None` where there are none."""
-    if path in rows.column_names:
-        return rows[path][:]
-    outer, *inner = path.split(".")
+    outer, *inner = [path] if path in rows.column_names else path.split(".")
     values = rows[outer][:] if outer in rows.column_names else []
     for name in inner:
         values = [value.get(name) if isinstance(value, Mapping) else None for value in values]
@@ -290,25 +254,23 @@ def _values(rows: Dataset, path: str) -> list[Any]:
 
 
 def _solutions(rows: Dataset, path: str) -> list[Any]:
-    """Solutions: numbers as text, also the only one of a list, and final answers, under another name, in a box."""
+    """Solutions: numbers as text, also the only one of a list; under another name, their final answers."""
     single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in _values(rows, path)]
     texts = [None if v != v else str(v) if type(v) in (int, float) else v for v in single]  # NaN is no answer
-    return texts if path == "solution" else [boxed(text) for text in texts]
+    return texts if path == "solution" else [_final(text) for text in texts]
 
 
-def boxed(answer: Any) -> Any:
+def _final(answer: Any) -> Any:
     """
-    Put a box around a final answer: the text after `####`, or all of it. One number loses its thousands separators,
-    but without `####`, `100,200` may be a list: it remains as it is, and `accuracy_reward` accepts both readings. Text
-    whose braces no box can hold is returned alone.
+    The final answer of a text: what is in its last box, the text after `####`, or all of it. One number loses its
+    thousands separators, but without `####`, `100,200` may be a list: it remains as it is, and `accuracy_reward`
+    accepts both readings.
     """
-    if not isinstance(answer, str) or find_boxes(answer):
+    if not isinstance(answer, str):
         return answer
-    steps, mark, final = answer.rpartition(MARK)
+    if find_boxes(answer):
+        return final_answer(answer)
+    _, mark, final = answer.rpartition(MARK)
     final = final.strip()
-    if _NUMBER.fullmatch(final) and (mark or not _NUMBERS.fullmatch(final)):
-        final = final.replace(",", "")
-    box = f"\\boxed{{{final}}}"
-    if final and final_answer(box) != final:
-        return final  # a single brace, as in code
-    return steps + box if final else answer
+    is_number = _NUMBER.fullmatch(final) and (mark or not _NUMBERS.fullmatch(final))
+    return final.replace(",", "") if is_number else final

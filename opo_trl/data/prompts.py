@@ -72,13 +72,13 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     for row in dataset:
         answer, reason = (row["solution"], "") if scored_elsewhere else _answer(row, in_boxes)
         if reason:
-            unusable.append(_named(row["problem"], reason))
+            unusable.append(f"{shown(row['problem'])}: {reason}")
             continue
         kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
         asked = [{"role": "user", "content": "\n\n".join(filter(None, (row["problem"], instruction)))}]
         rows.append({"prompt": row["problem"] if style == "plain" else asked, "solution": answer, **kept})
     if not rows:
-        first = unusable[0].strip() if unusable else "it is empty"
+        first = unusable[0] if unusable else "it is empty"
         raise ValueError(
             f"dataset has no row that can be used in style={style!r}: {first}. Use other data, or map its columns."
         )
@@ -94,9 +94,8 @@ def _answer(row: dict[str, Any], in_boxes: bool) -> tuple[str, str]:
     if not row["problem"].strip():
         return "", "its problem is empty"
     solution = row["solution"]
-    has_boxes = in_boxes or find_boxes(solution)
-    answer = final_answer(solution) if has_boxes else solution if solution.strip() else None
-    return (answer, "") if answer else ("", "its solution has no final answer")
+    answer = final_answer(solution) if in_boxes or find_boxes(solution) else solution
+    return (answer, "") if answer and answer.strip() else ("", "its solution has no final answer")
 
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
@@ -106,12 +105,12 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     """
     name = "problem" if "problem" in training.column_names else "prompt"
     seen = {without_space(problem) for problem in training[name]}
-    overlap = {i: _named(text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
+    overlap = {i: shown(text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
     return _drop(held_out, overlap, "of the held-out set are in the training set", "dataset_test_split")
 
 
 def without_space(problem: Any) -> str:
-    """A problem as it is compared with others."""
+    """What makes two problems the same."""
     return "".join(str(problem).split())
 
 
@@ -124,36 +123,23 @@ def tokenize_prompts(
     Raises:
         `ValueError`: the chat template cannot render a prompt, or renders nothing.
     """
-    try:
-        ids = _tokenized(prompts, tokenizer, chat_template_kwargs)
-    except Exception:
-        for prompt in prompts:
-            try:
-                _tokenized([prompt], tokenizer, chat_template_kwargs)
-            except Exception as error:
-                roles = [turn["role"] for turn in prompt if isinstance(turn, dict) and "role" in turn]
-                raise ValueError(
-                    f"prompt: {shown(prompt)}, with the roles {roles!r}, cannot be rendered by the chat template of "
-                    f"{tokenizer.name_or_path!r}: {error}. Change the prompt, or the tokenizer's chat_template.jinja."
-                ) from error
-        raise
+    texts: list[Any] = []
+    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})}
+    fix = "Change the prompt, or the tokenizer's chat_template.jinja"
+    for prompt in prompts:
+        try:
+            texts.append(prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt, **options))
+        except Exception as error:
+            roles = [turn["role"] for turn in prompt] if is_chat(prompt) else []
+            raise ValueError(
+                f"prompt: {shown(prompt)}, with the roles {roles!r}, cannot be rendered by the chat template of "
+                f"{tokenizer.name_or_path!r}: {error}. {fix}."
+            ) from error
+    ids = tokenizer(text=texts, add_special_tokens=isinstance(prompts[0], str))["input_ids"]
     if [] in ids:
-        raise ValueError(
-            f"prompt: {shown(prompts[ids.index([])])} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. "
-            "Change the prompt, or the tokenizer's chat_template.jinja."
-        )
+        prompt = shown(prompts[ids.index([])])
+        raise ValueError(f"prompt: {prompt} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. {fix}.")
     return ids
-
-
-def _tokenized(
-    prompts: list[Any], tokenizer: PreTrainedTokenizerBase, kwargs: dict[str, Any] | None
-) -> list[list[int]]:
-    if isinstance(prompts[0], str):
-        return tokenizer(text=prompts)["input_ids"]
-    rendered: Any = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **(kwargs or {})
-    )
-    return rendered["input_ids"]
 
 
 def drop_long_prompts(
@@ -179,7 +165,7 @@ def drop_long_prompts(
     """
     prompts: list[Any] = list(dataset["prompt"])
     lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
-    too_long = {i: _named(prompts[i], f"{n} tokens") for i, n in enumerate(lengths) if n > max_prompt_length}
+    too_long = {i: f"{shown(prompts[i])}: {n} tokens" for i, n in enumerate(lengths) if n > max_prompt_length}
     return _drop(dataset, too_long, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
 
 
@@ -195,11 +181,8 @@ def shown(prompt: Any) -> str:
     return repr(str(prompt[-1].get("content") if is_chat(prompt) else prompt)[:60])
 
 
-def _named(prompt: Any, reason: str = "") -> str:
-    return f"  {shown(prompt)}" + (f": {reason}" if reason else "")
-
-
 def _warn_of_dropped(named: list[str], total: int, what: str) -> None:
     if named:
-        shown = named[:_MAX_NAMED] + [f"  and {len(named) - _MAX_NAMED} more"] * (len(named) > _MAX_NAMED)
-        logger.warning("%d of %d rows %s and are dropped:\n%s", len(named), total, what, "\n".join(shown))
+        more = [f"and {len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else []
+        lines = "\n".join(f"  {line}" for line in named[:_MAX_NAMED] + more)
+        logger.warning("%d of %d rows %s and are dropped:\n%s", len(named), total, what, lines)

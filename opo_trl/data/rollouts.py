@@ -7,19 +7,20 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `completion` | text, or the message of the assistant; not needed where there are tokens |
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
 | `logprobs` | of each token, under the policy that wrote it |
+| `completion_mask` | 1 for each token to train on, 0 for those of somebody else, such as a tool |
 | `temperature` | at which it was sampled, and for which `logprobs` are |
 | `reward` | a number, or null for a completion that could not be scored |
 | `group` | the same for the completions of a group; they have the same prompt |
 
-Of `completion_ids`, `logprobs`, `temperature` and `group`, a dataset has each in every row or not at all. Further
-columns, such as `solution`, are passed to the reward functions.
+A dataset has each of these in every row or not at all. Further columns, such as `solution`, are passed to the reward
+functions.
 """
 
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Column of a dataset of groups: for each completion of a group, what differs from the others.
 RECORDED = "recorded"
-KNOWN = ("completion", "completion_ids", "logprobs", "temperature", "reward")  # of a completion
+KNOWN = ("completion", "completion_ids", "logprobs", "completion_mask", "temperature", "reward")  # of a completion
 
 _LARGEST = 1e15  # of a reward: squares are summed in float32
 
@@ -110,46 +111,27 @@ def _rows(source: str) -> list[dict[str, Any]]:
     except ValueError as error:
         said = str(error).replace("dataset_name=", "rollouts=").replace("`dataset_name`", "`rollouts`")
         raise ValueError(said) from error
-    for file, rows in parts.items():
-        if not rows:
-            raise ValueError(f"rollouts={file!r} is empty. Restore or replace it.")
-        _check(file, rows, [*rows[0]])
-        first = parts[files[0]][0]
-        if odd := rows[0].keys() ^ first.keys():
-            said = f"{Path(file).name} and {Path(files[0]).name} have other columns: only one has"
-            raise ValueError(f"rollouts={source!r}: {said} {', '.join(sorted(odd))}. Give all files the same.")
-        if isinstance(rows[0]["prompt"], str) != isinstance(first["prompt"], str):
-            raise ValueError(f"rollouts={source!r}: `prompt` is text in some files only. Use one form.")
-    return [row for rows in parts.values() for row in rows]
-
-
-def _check(source: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    names = [*next(iter(row for rows in parts.values() for row in rows), {})]
     written = "completion_ids" if "completion_ids" in names else "completion"
-    for name in ("prompt", written):
-        if name not in names:
-            raise ValueError(f"rollouts={source!r} has no column {name!r}, only {names}. Add it.")
-    if RECORDED in names:
-        raise ValueError(f"rollouts={source!r} has a column {RECORDED!r}, a name that is taken. Rename it.")
-    if masks := [name for name in names if name.lower().removesuffix("s").endswith("mask")]:
-        raise ValueError(
-            f"rollouts={source!r} has a column {masks[0]!r}, but every token of a completion is trained on. Remove "
-            "rows with tokens that the model has not written, such as a tool's output, and the column."
-        )
-    if "logprobs" in names and written == "completion":
-        raise ValueError(
-            f"rollouts={source!r} has `logprobs` but no `completion_ids`: which token each belongs to is not known. "
-            "Add the tokens, or remove `logprobs` and name the model that wrote them in `rollouts_model`."
-        )
-    for number, row in enumerate(rows, 1):
-        if wrong := _wrong(row, written):
-            raise ValueError(f"rollouts={source!r}, row {number}: {wrong}.")
-        if isinstance(row["prompt"], str) != isinstance(rows[0]["prompt"], str):
-            raise ValueError(f"rollouts={source!r}, row {number}: `prompt` is text in some rows only. Use one form.")
+    if missing := [name for name in ("prompt", written) if name not in names]:
+        raise ValueError(f"rollouts={source!r} has no column {missing[0]!r}, only {names}. Add it.")
+    # Without tokens, it is not known to which they belong; of other masks, what they mean.
+    masks = [name for name in names if name.lower().removesuffix("s").endswith("mask") and name != "completion_mask"]
+    of_tokens = [name for name in ("logprobs", "completion_mask") if name in names and written == "completion"]
+    if taken := [*masks, *of_tokens, *({RECORDED} & {*names})]:
+        fix = "Add `completion_ids`, or remove it" if of_tokens else "Rename it to `completion_mask` if it is one"
+        raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
+    for file, rows in parts.items():
+        for number, row in enumerate(rows, 1):
+            other = f"it has the columns {[*row]}, and the first row {names}. Give all rows the same"
+            if wrong := other if row.keys() ^ {*names} else _wrong(row, written):
+                raise ValueError(f"rollouts={file!r}, row {number}: {wrong}.")
+    return [row for rows in parts.values() for row in rows]
 
 
 def _wrong(row: Mapping[str, Any], written: str) -> str:
     """What is wrong with a row, and what to do; nothing if it can be used."""
-    ids, logps, reward = row.get("completion_ids"), row.get("logprobs"), row.get("reward")
+    ids, reward = row.get("completion_ids"), row.get("reward")
     if not (is_chat(row["prompt"]) or (isinstance(row["prompt"], str) and row["prompt"])):
         said = f"`prompt` has {not_of_chat(row['prompt'])!r:.60}"
         return f"{said}. Write text, or messages that each have a `role` and `content`"
@@ -158,18 +140,18 @@ def _wrong(row: Mapping[str, Any], written: str) -> str:
         return f"{said}. Write text, or one message of the assistant with nothing but `content`"
     if written == "completion_ids" and not (_are(int, ids) and ids and min(ids) >= 0):
         return f"`completion_ids` is {str(ids)[:60]}. Write token ids, integers of at least 0, at least one"
-    if "logprobs" in row:
-        if not _are(int | float, logps) or len(logps) != len(ids or ()):
-            return f"`logprobs` is {str(logps)[:60]}. Write one number for each of the {len(ids or ())} tokens"
-        if wrong := [logp for logp in logps if not -math.inf < logp <= 1e-3]:
-            return f"`logprobs` has {wrong[0]!r}. Write logarithms of probabilities, finite and at most 0"
+    for name, fits, said in (
+        ("logprobs", lambda logp: -math.inf < logp <= 1e-3, "the logarithm of a probability, finite and at most 0,"),
+        ("completion_mask", lambda kept: kept in (0, 1), "0 or 1"),
+    ):
+        values = row.get(name)
+        if name in row and not (_are(int | float, values) and len(values) == len(ids) and all(map(fits, values))):
+            return f"`{name}` is {str(values)[:60]}. Write {said} for each of the {len(ids)} tokens"
     if not (reward is None or (_are(int | float, [reward]) and abs(reward) <= _LARGEST)):
         said = f"`reward` is {reward!r}. Write a number from −1e15 to 1e15, or null if it could not be scored"
         return f"{said}. In CSV, all values are text: use JSON lines" if isinstance(reward, str) else said
     if "temperature" in row and not (_are(int | float, [row["temperature"]]) and 0 < row["temperature"] < math.inf):
         return f"`temperature` is {row['temperature']!r}. Write a number above 0, or remove the column"
-    if "group" in row and row["group"] is None:
-        return "`group` is null. Give each row one, or remove the column"
     return ""
 
 

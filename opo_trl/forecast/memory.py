@@ -25,10 +25,8 @@ bytes of an element in matrix products, N the number of processes, R and L DeepS
 
 Activations are those of a Llama-style decoder (RMSNorm, gated MLP, rotary positions) as Transformers runs it, op by
 op: [`_layer`] and [`_head`]. `HEADROOM`, a tenth of the device, is for what is left out: the CUDA context (about
-0.5 GB), NCCL's buffers (0.2–1 GB), cuBLAS workspaces, and fragmentation of the allocator (5–10 %). Also left out,
-because they are small: the rollout buffer (30 bytes a token: 3 MB for 48 completions of 2,304 tokens), and the pass
-that scores the rollout under the behaviour policy, which keeps nothing for a backward pass and stays below the peak of
-the update.
+0.5 GB), NCCL's buffers (0.2–1 GB), cuBLAS workspaces, and fragmentation of the allocator (5–10 %). Rollouts are small:
+30 bytes a token, or 3 MB for 48 completions of 2,304 tokens.
 """
 
 from dataclasses import dataclass
@@ -37,14 +35,10 @@ from typing import Any
 
 HEADROOM = 0.1  # share of the device, for what is not computed here
 
-# vLLM's documentation: sleeping frees "up to 90%+" of what the engine holds.
-_ASLEEP = 0.1
+_ASLEEP = 0.1  # vLLM's documentation: sleeping frees "up to 90%+" of what the engine holds
+_TILE = (4096, 32768)  # tokens and words of the tiles in which TRL's fused LM head makes logits
 
-# Tokens and words of the tiles in which TRL's fused LM head makes logits.
-_TILE = (4096, 32768)
-
-# Architectures with the layers that `_layer` counts; the tests compare them op by op.
-_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # with the layers that `_layer` counts
 
 _Head = tuple[float, float, float]
 
@@ -72,152 +66,111 @@ class Decoder:
 def decoder(config: Any) -> Decoder | None:
     """Shape of the text model of a Transformers configuration; `None` if its layers are not Llama-style."""
     config = config.get_text_config()
-    return Decoder(config) if config.model_type in _ARCHITECTURES else None
+    return Decoder(config) if config.model_type in ARCHITECTURES else None
 
 
 @dataclass(frozen=True)
-class Precision:
-    """
-    Bytes per element: of the weights and the residual stream, of matrix products, and of trained parameters.
+class Run:
+    """What the memory of a process depends on."""
 
-    `compute` is below `weights` for float32 weights under autocast; `trained` is above both for LoRA adapters that
-    PEFT keeps in float32.
-    """
-
+    shape: Decoder | None  # `None` leaves the activations out
+    parameters: int
+    trained: int  # Ψ
+    total: float  # B, bytes of all weights, whole
+    # Bytes per element: of the weights and the residual stream; c, less than that under autocast of float32 weights;
+    # and b, more than both for LoRA adapters that PEFT keeps in float32
     weights: int = 2
     compute: int = 2
-    trained: float = 2
+    trained_width: float = 2
+    sharding: str = "none"  # or "ddp", "zero1", "zero2", "zero3" or "fsdp2", over `processes`
+    processes: int = 1
+    moments: float | None = None  # bytes of optimizer state per trained parameter; AdamW's by default
+    bucket: float = 5e8  # R
+    live: float = 1e9  # L
+    rows: int = 1  # of a micro-batch, each with a prompt and `shared` completions
+    prompt: int = 0  # tokens
+    completion: int = 0
+    shared: int = 1
+    checkpointing: bool = True
+    fused_kernels: bool = True  # TRL's fused LM head runs in Triton, that is on a GPU
+    reference: bool = False  # a reference model is held
+    vllm: float = 0.0  # bytes of a colocated vLLM
+    vllm_sleeps: bool = False
+    generated_rows: int = 0  # completions that Transformers generates at once
+
+    @property
+    def length(self) -> int:
+        # Each further completion of a row begins with a copy of the prompt's last token.
+        return self.prompt + self.shared * self.completion + self.shared - 1
+
+    @property
+    def full(self) -> bool:
+        """All weights are trained, not adapters."""
+        return self.shape is not None and self.trained >= self.shape.layers * self.shape.layer_weights
+
+    @property
+    def copies(self) -> bool:
+        """Every linear layer keeps a cast of its input; sharded weights come gathered, in the products' dtype."""
+        width = self.weights if self.full else self.trained_width
+        return self.sharding not in ("zero3", "fsdp2") and self.compute < width
 
 
-def memory_plan(
-    shape: Decoder | None,
-    *,
-    parameters: int,
-    trained: int,
-    weight_bytes: float | None = None,
-    precision: Precision = Precision(),
-    sharding: str = "none",
-    processes: int = 1,
-    moments: float | None = None,
-    bucket: float = 5e8,
-    live: float = 1e9,
-    rows: int = 1,
-    prompt: int = 0,
-    completion: int = 0,
-    shared: int = 1,
-    checkpointing: bool = True,
-    fused_kernels: bool = True,
-    reference: bool = False,
-    vllm: float = 0.0,
-    vllm_sleeps: bool = False,
-    generated_rows: int = 0,
-    replayed: float = 0.0,
-) -> dict[str, dict[str, float]]:
+def memory_plan(run: Run) -> dict[str, dict[str, float]]:
     """
-    Bytes that one process holds at each moment that can be the peak of a run.
-
-    Args:
-        shape ([`Decoder`], *optional*):
-            Shape of the model. `None` leaves the activations out.
-        parameters (`int`), trained (`int`):
-            Number of all parameters, and Ψ, the number of trained ones.
-        weight_bytes (`float`, *optional*):
-            B, if it does not follow from `precision` (quantized weights).
-        precision ([`Precision`], *optional*):
-            Bytes per element; bfloat16 by default.
-        sharding (`str`, *optional*, defaults to `"none"`):
-            `"none"`, `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"` or `"fsdp2"`, over `processes`.
-        moments (`float`, *optional*):
-            Bytes of optimizer state per trained parameter; AdamW's by default.
-        bucket (`float`, *optional*, defaults to `5e8`), live (`float`, *optional*, defaults to `1e9`):
-            DeepSpeed's R and L, in elements.
-        rows (`int`), prompt (`int`), completion (`int`), shared (`int`, *optional*, defaults to `1`):
-            Rows of a micro-batch on this process, tokens of a prompt and of a completion, and completions of a row,
-            which share its prompt.
-        checkpointing (`bool`, *optional*, defaults to `True`):
-            Gradient checkpointing, one checkpoint per layer.
-        fused_kernels (`bool`, *optional*, defaults to `True`):
-            Whether TRL's fused LM head runs in Triton, that is on a GPU.
-        reference (`bool`, *optional*, defaults to `False`):
-            Whether a reference model is held (`beta` ≠ 0 without PEFT).
-        vllm (`float`, *optional*), vllm_sleeps (`bool`, *optional*):
-            Bytes of a colocated vLLM, and whether it sleeps during the update.
-        generated_rows (`int`, *optional*):
-            Completions that Transformers generates at once on this process, if vLLM does not.
-        replayed (`float`, *optional*):
-            Bytes of the rollouts that are kept for replay.
-
-    Returns:
-        `dict[str, dict[str, float]]`: moment → component → bytes. The moments are `"generation"`, `"optimizer step"`,
-        and two of a backward pass while the gradients of earlier micro-batches are held, `"LM head"` and `"layers"`.
+    Bytes that one process holds at each moment that can be the peak of a run: moment → component → bytes. The moments
+    are `"generation"`, `"optimizer step"`, and two of a backward pass while the gradients of earlier micro-batches are
+    held, `"LM head"` and `"layers"`.
     """
-    w, b, c = precision.weights, precision.trained, precision.compute
-    total = (parameters - trained) * w + trained * b if weight_bytes is None else weight_bytes
-    split = sharding in ("zero3", "fsdp2")
-    held, update, step = _states(sharding, processes, trained, b=b, c=c, moments=moments, bucket=bucket)
-    held["weights"] = total / processes if split else total
-    held["reference model"] = held["weights"] if reference else 0.0
-    held["kept rollouts"] = replayed
-    awake, asleep = {"vLLM": vllm}, {"vLLM": vllm * (_ASLEEP if vllm_sleeps else 1)}
+    shape, c, split = run.shape, run.compute, run.sharding in ("zero3", "fsdp2")
+    held, update, step = _states(run)
+    held["weights"] = run.total / run.processes if split else run.total
+    held["reference model"] = held["weights"] if run.reference else 0.0
+    awake, asleep = {"vLLM": run.vllm}, {"vLLM": run.vllm * (_ASLEEP if run.vllm_sleeps else 1)}
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:
-        # Each further completion of a row begins with a copy of the prompt's last token.
-        length = prompt + shared * completion + shared - 1
-        full = trained >= shape.layers * shape.layer_weights
-        copies = not split and c < (w if full else b)  # sharded weights come gathered, in the dtype of the products
-        scored = rows * (shared * completion if fused_kernels else max(length - 1, 0))
-        if sharding == "zero3":
-            update["gathered weights"] = min(1, live / parameters) * total
-        elif sharding == "fsdp2":
+        if run.sharding == "zero3":
+            update["gathered weights"] = min(1, run.live / run.parameters) * run.total
+        elif run.sharding == "fsdp2":
             update["gathered weights"] = c * ((2 - shape.tied) * shape.embedding + 3 * shape.layer_weights)
-        head = _head(shape, precision, rows * length, scored, full=full, fused=fused_kernels)
-        how = {"full": full, "copies": copies, "checkpointing": checkpointing}
-        activations = _activations(shape, precision, rows, length, head, **how)
-        plan |= {moment: held | update | asleep | components for moment, components in activations.items()}
-        plan["generation"]["KV cache"] = 2 * shape.layers * shape.key * w * generated_rows * (prompt + completion)
-    if sharding == "zero3" and generated_rows:
-        plan["generation"]["gathered weights"] = total  # `ds3_gather_for_generation`
+        plan |= {moment: held | update | asleep | parts for moment, parts in _activations(run, shape).items()}
+        cached = 2 * shape.layers * shape.key * run.weights
+        plan["generation"]["KV cache"] = cached * run.generated_rows * (run.prompt + run.completion)
+    if run.sharding == "zero3" and run.generated_rows:
+        plan["generation"]["gathered weights"] = run.total  # `ds3_gather_for_generation`
     return {moment: {name: size for name, size in parts.items() if size} for moment, parts in plan.items()}
 
 
-def _states(
-    sharding: str, processes: int, trained: int, *, b: float, c: float, moments: float | None, bucket: float
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+def _states(run: Run) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The table above without the weights: held always, during an update, and during its optimizer step."""
-    if sharding in ("none", "ddp"):
+    trained, b, moments = run.trained, run.trained_width, run.moments
+    part = trained / run.processes
+    if run.sharding in ("none", "ddp"):
         always = {"optimizer": trained * (2 * b if moments is None else moments)}
-        if sharding == "ddp":
+        if run.sharding == "ddp":
             always["buckets"] = trained * b
         gradients = {"gradients": trained * b}
         return always, gradients, gradients
-    part = trained / processes
-    if sharding == "fsdp2":
+    if run.sharding == "fsdp2":
         always = {"optimizer": part * (2 * b if moments is None else moments)}
-        return always, {"gradients": max(c * trained, b * part)}, {"gradients": b * part}
+        return always, {"gradients": max(run.compute * trained, b * part)}, {"gradients": b * part}
     always = {"optimizer": part * (4 + (8 if moments is None else moments))}
-    buckets = (bucket + min(bucket, trained)) * b
+    buckets = (run.bucket + min(run.bucket, trained)) * b
     flat = {"float32 gradients": (4 + (b if b < 4 else 0)) * part}
-    if sharding == "zero3":
-        return always | {"gradients": b * part, "buckets": bucket * b}, {"buckets": buckets}, flat
-    during = {"gradients": b * (trained if sharding == "zero1" else 2 * part), "buckets": buckets}
+    if run.sharding == "zero3":
+        return always | {"gradients": b * part, "buckets": run.bucket * b}, {"buckets": buckets}, flat
+    during = {"gradients": b * (trained if run.sharding == "zero1" else 2 * part), "buckets": buckets}
     return always, during, {"gradients": b * part} | flat
 
 
-def _activations(
-    d: Decoder, p: Precision, rows: int, length: int, head: _Head, *, full: bool, copies: bool, checkpointing: bool
-) -> dict[str, dict[str, float]]:
-    """
-    What an update adds to the states, at the LM head and in the layers.
-
-    `full`: all weights are trained, not adapters. `copies`: every linear layer keeps a cast of its input.
-    """
-    tokens, w, c = rows * length, p.weights, p.compute
-    kept, in_use = _layer(d, p, length, full=full, copies=copies)
-    forward, backward, pending = head
+def _activations(run: Run, d: Decoder) -> dict[str, dict[str, float]]:
+    """What an update adds to the states, at the LM head and in the layers."""
+    tokens, w = run.rows * run.length, run.weights
+    kept, in_use = _layer(run, d)
+    forward, backward, pending = _head(run, d)
     # Casts of float32 weights under autocast live as long as the forward pass, or as the activations that it keeps.
-    casts = c * d.layer_weights if copies and full else 0
-    mask = float(rows * length**2 if d.attention == "sdpa" else 0)
-    if checkpointing:
+    casts = run.compute * d.layer_weights if run.copies and run.full else 0
+    mask = float(tokens * run.length if d.attention == "sdpa" else 0)
+    if run.checkpointing:
         checkpoint = w * d.hidden
         # The checkpoint is the layer's input, which the norm of a float32 model uses without a copy.
         layer = tokens * (kept + in_use - (checkpoint if w == 4 else 0)) + casts
@@ -233,23 +186,23 @@ def _activations(
     }
 
 
-def _layer(d: Decoder, p: Precision, length: int, *, full: bool, copies: bool) -> tuple[float, float]:
+def _layer(run: Run, d: Decoder) -> tuple[float, float]:
     """Bytes per token that one layer keeps for its backward pass, and those in use besides at its peak."""
-    w, c = p.weights, p.compute
+    w, c, full, length = run.weights, run.compute, run.full, run.length
     # The input of both norms in float32: a copy of it, or the residual stream itself.
     norms = 8 * d.hidden
     normalized = 2 * w * d.hidden if full else 0
-    outputs = (5 if copies else 2) * c * d.hidden
+    outputs = (5 if run.copies else 2) * c * d.hidden
     heads = (4 + (c if full else 0)) * (d.query + d.key) if d.normalized_heads else 0
     # With a mask, keys and values are repeated for every head; only flash attention reads them as groups.
     attention = 2 * c * (d.query + (d.key if d.attention.startswith("flash") else d.query))
-    attention += c * d.query if copies and not full else 0
+    attention += c * d.query if run.copies and not full else 0
     # The mask as numbers, or the softmax in float32 and in the dtype of the products.
     scores = {"sdpa": c * length, "eager": d.heads * length * (4 + (c if c < 4 else 0))}.get(d.attention, 0)
     mlp = 4 * c * d.intermediate
     # In the MLP's backward pass: gradients of both factors, and of the residual stream.
     in_use = 2 * c * d.intermediate + w * d.hidden
-    if copies and not full:
+    if run.copies and not full:
         in_use += c * d.intermediate + 4 * c * d.hidden  # the forward pass holds casts and their sources at once
     if d.attention == "eager":
         # The backward pass of the softmax holds three float32 tensors; that of the MLP is done by then.
@@ -257,12 +210,13 @@ def _layer(d: Decoder, p: Precision, length: int, *, full: bool, copies: bool) -
     return norms + normalized + outputs + heads + attention + scores + mlp, in_use
 
 
-def _head(d: Decoder, p: Precision, tokens: int, scored: int, *, full: bool, fused: bool) -> _Head:
+def _head(run: Run, d: Decoder) -> _Head:
     """
-    Bytes of the final norm and TRL's fused LM head, which sees `scored` tokens, in the forward pass and at the peak of
-    the backward pass, and of the gradient that a tied head holds until the embedding adds its own.
+    Bytes of the final norm and TRL's fused LM head in the forward pass and at the peak of the backward pass, and of
+    the gradient that a tied head holds until the embedding adds its own.
     """
-    w, c = p.weights, p.compute
+    w, c, full, tokens = run.weights, run.compute, run.full, run.rows * run.length
+    scored = run.rows * (run.shared * run.completion if run.fused_kernels else max(run.length - 1, 0))
     norm = (4 + (w if full else 0)) * d.hidden * tokens + w * d.hidden * scored
     chunk, width = min(scored, _TILE[0]), min(d.vocabulary, _TILE[1])
     tile = c * chunk * _TILE[1]
@@ -271,7 +225,7 @@ def _head(d: Decoder, p: Precision, tokens: int, scored: int, *, full: bool, fus
     gradients = 4 * (d.hidden * scored + weight)  # summed in float32, then cast
     cast = w * (d.hidden * scored + weight) if w < 4 else 0
     # Without Triton, torch ops on the tile leave seven float32 copies and a mask.
-    unfused = 0 if fused else 29 * chunk * width
+    unfused = 0 if run.fused_kernels else 29 * chunk * width
     pending = w * weight if d.tied else 0
     forward = norm + tile + weight_tile
     return forward, forward + gradients + max(cast, unfused), pending

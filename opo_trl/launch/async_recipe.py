@@ -30,13 +30,12 @@ from ..asynchronous.attention import check_requirements
 from ..asynchronous.config import AsyncOPOConfig
 from ..asynchronous.targets import OPORolloutLoop
 from ..asynchronous.trainer import AsyncOPOTrainer
-from ..checks.addresses import without_secrets
+from ..checks.secrets import mask_text
 from ..checks.silent import check_options
 from ..fields import COUNT_OR_ZERO, WORK, setting
 from ..rewards.boxes import text_of
 from ..rewards.checked import checked_reward
-from ..rollout import vllm_server
-from .preflight import await_health, check_columns
+from .preflight import check_columns
 
 
 # Fields that this trainer does not have, why, and what to do.
@@ -75,7 +74,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
     )
     dtype: str | None = field(default="float32", init=False)  # a field of `ModelConfig`, too: a recipe sets that one
 
-    # What a `RolloutConfig` has and checks of a recipe read; a recipe with this trainer cannot set them.
+    # What a `OPOConfig` has and checks of a recipe read; a recipe with this trainer cannot set them.
     use_vllm: ClassVar[bool] = False  # inside the trainer
     use_transformers_continuous_batching: ClassVar[bool] = False
     transformers_continuous_batching_config: ClassVar[None] = None
@@ -194,7 +193,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         """The plan, printed when training starts."""
         args = self.args
         rows, micro, processes = args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size
-        where = f"a vLLM server at {without_secrets(args.vllm_server_base_url)}"
+        where = f"a vLLM server at {mask_text(args.vllm_server_base_url)}"
         if args.in_process_staleness is not None:
             where = f"this process, with a policy {args.in_process_staleness} versions old"
         lines = {
@@ -253,7 +252,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
 
 
 def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset) -> None:
-    """Check the rewards and the server, before a model is loaded."""
+    """Check the rewards before a model is loaded."""
     check_columns(rewards, data, of_trainer=())
     if args.in_process_staleness is not None:
         return
@@ -263,14 +262,6 @@ def _check(args: AsyncRecipeConfig, rewards: Sequence[Any], data: Dataset) -> No
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             said = f"reward_funcs={getattr(reward, '__name__', reward)!r} cannot be sent to the worker process"
             raise ValueError(f"{said} ({error}). Name a function at the top level of a module.") from error
-    if args.process_index == 0:
-        url = args.vllm_server_base_url
-        field = f"vllm_server_base_url={without_secrets(url)!r}"
-        await_health(url, field, args.vllm_server_timeout, start="vllm serve")
-        if (status := vllm_server.status(url, "/server_info?config_format=json")) != 200:
-            seen = f"the server answers {status} at /server_info, so it takes no weights"
-            fix = "Start `vllm serve` with `VLLM_SERVER_DEV_MODE=1` in its environment"
-            raise ValueError(f"{field}: {seen}. {fix}.")
 
 
 def _as_conversation(row: dict[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from ..checks.files import append_lines, rewind, write_json
+from ..checks.files import append_lines, read_lines, write_json, write_lines
 from ..checks.text import one_line
 from ..evaluate import Decoding, evaluate
 from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, by_decoding
-from ..rollout.trainer import RolloutTrainer
+from ..trainer import OPOTrainer
 
 
-def measure(trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
+def measure(trainer: OPOTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
     """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
     ways: dict[Decoding, int] = {"greedy": 1, "sampled": samples}
     return {
@@ -46,7 +46,9 @@ class LogFile(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             for name in (LOG, COMPLETIONS):
-                rewind(self.folder / name, state.global_step if state.global_step else -1)
+                # A resumed run writes what came after its checkpoint again.
+                kept = read_lines(self.folder / name) if state.global_step else []
+                write_lines(self.folder / name, [line for line in kept if line["step"] <= state.global_step])
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
@@ -87,7 +89,7 @@ class ReportBefore(TrainerCallback):
     `summary.json` so far, the same on every process; `before` is filled in. `seconds` is the time that it took.
     """
 
-    def __init__(self, trainer: RolloutTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):
+    def __init__(self, trainer: OPOTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):
         self.trainer, self.data, self.samples, self.summary = trainer, data, samples, summary
         self.seconds = 0.0
 
@@ -112,7 +114,7 @@ class Validation(TrainerCallback):
 
     kept_completions = 8
 
-    def __init__(self, trainer: RolloutTrainer, dataset: Dataset, *, steps: int, decoding: Decoding, folder: Path):
+    def __init__(self, trainer: OPOTrainer, dataset: Dataset, *, steps: int, decoding: Decoding, folder: Path):
         self.trainer, self.dataset, self.steps, self.decoding, self.folder = trainer, dataset, steps, decoding, folder
 
     def on_train_begin(self, args, state, control, **kwargs):

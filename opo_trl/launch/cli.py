@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..checks.errors import never_fail_to_print, report_error
+from ..checks.errors import report_error
 
 
 _FIRST_RUN = """\
@@ -42,7 +42,6 @@ _GONE = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
-    never_fail_to_print()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and (said := _GONE.get(argv[0])):
         return report_error(f"opo-trl {argv[0]}", ValueError(f"this command is gone: {said}"), debug=False)

@@ -6,7 +6,7 @@ is, as in TRL. To add one that needs code, as the embedded task does, see `opo_t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import DatasetMixtureConfig, get_dataset
 
 from ..arguments import OPOScriptArguments
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.files import is_single_file
 from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
@@ -49,23 +49,16 @@ class Data:
     plan: str  # which column was used as which field, as a line of the run's plan
     prompt_style: str  # also where the recipe leaves it open
 
-    def splits(self, source: str) -> dict[str, Dataset]:
-        """Field that selects a dataset → the dataset; the one for training, from the field `source`, is the first."""
-        report = {f"report_levels={level!r}": data for level, data in self.report.items()}
-        held_out = {"validation_levels": self.validation, "eval_strategy": self.evaluation, **report}
-        return {source: self.training} | {name: data for name, data in held_out.items() if data is not None}
 
-
-def source_of(script: OPOScriptArguments, args: RolloutConfig) -> str:
+def source_of(script: OPOScriptArguments, args: OPOConfig) -> str:
     """The field that the training prompts are from, with its value."""
     fields = {"rollouts": getattr(args, "rollouts", None), "datasets": script.datasets}
-    return next(
-        (f"{name}={value!r}" for name, value in fields.items() if value), f"dataset_name={script.dataset_name!r}"
-    )
+    fields["dataset_name"] = script.dataset_name
+    return next((f"{name}={value!r}" for name, value in fields.items() if value), "dataset_name=None")
 
 
 def load_data(
-    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+    script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
 ) -> Data:
     """
     Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
@@ -73,37 +66,35 @@ def load_data(
 
     `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
     """
+
+    def fitting(prompts: Dataset) -> Dataset:
+        check_template(prompts, tokenizer)
+        options = cast(dict, args.chat_template_kwargs or {}) | in_template
+        limit = script.max_prompt_length
+        return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
+
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
     if rollouts is None:
-        return _load_problems(script, args, tokenizer, **in_template)
-    groups = load_rollouts(rollouts, args.num_generations)
-    check_template(groups, tokenizer)
-    if script.max_prompt_length is not None:
-        groups = drop_long_prompts(groups, tokenizer, script.max_prompt_length, cast(Any, args.chat_template_kwargs))
+        return _load_problems(script, args, fitting)
+    groups = fitting(load_rollouts(rollouts, args.num_generations))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
     if not (script.dataset_name or script.datasets):
         return Data(groups, None, {}, None, plan, "dataset")
-    data = _load_problems(script, args, tokenizer, **in_template)
+    data = _load_problems(script, args, fitting)
     report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
     validation, evaluation = (d and without_overlap(d, prompts) for d in (data.validation, data.evaluation))
     return Data(groups, validation, report, evaluation, plan, data.prompt_style)
 
 
-def _load_problems(
-    script: OPOScriptArguments, args: RolloutConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
-) -> Data:
+def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     source = _Source(script, measured=bool(script.validation_steps or evaluates))
     training = source.read(script.dataset_train_split, script.levels, script.fraction)
     if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
         raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
-    prompts = source.prompts(training)
     taken = source.describe()
-    check_template(prompts, tokenizer)
-    if script.max_prompt_length is not None:
-        template_kwargs = cast(dict, args.chat_template_kwargs or {}) | in_template
-        prompts = drop_long_prompts(prompts, tokenizer, script.max_prompt_length, template_kwargs)
+    prompts = fitting(source.prompts(training))
 
     def held_out(name: str, levels: list[str] | None, size: int | None) -> Dataset:
         try:
@@ -127,9 +118,8 @@ def _load_problems(
         if script.report_levels is not None:
             raise
         logger.warning("No accuracy is measured before and after training: %s", error)
-    plan = f"{len(prompts):,} prompts of {taken}"
-    if "solution" not in prompts.column_names:
-        plan += "; no column has answers"
+    unanswered = "" if "solution" in prompts.column_names else "; no column has answers"
+    plan = f"{len(prompts):,} prompts of {taken}{unanswered}"
     return Data(prompts, validation, report, evaluation, plan, source.style)
 
 
@@ -145,15 +135,14 @@ class _Source:
 
     def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
         """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
-        script = self.script
-        splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(str(script.dataset_name))
+        script, name = self.script, str(self.script.dataset_name)
+        splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(name)
         if script.datasets:
             parts: Any = [*script.datasets]  # TRL makes objects of them
             with foreign.library(f"datasets={parts!r} cannot be loaded", "Change it."):
                 rows: Any = cast(Any, get_dataset(DatasetMixtureConfig(parts)))["train"]
         else:
-            name, drawn = str(script.dataset_name), cast(dict | None, script.dataset_settings)
-            stored = script.dataset_train_split if splits else split
+            stored, drawn = script.dataset_train_split if splits else split, cast(dict | None, script.dataset_settings)
             rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
         columns = cast(dict, script.columns or {})
         self.style = self.style or script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
@@ -203,6 +192,6 @@ class _Source:
         renamed = {ours: theirs for ours, theirs in self.sources.items() if theirs not in (ours, "messages")}
         taken = [f"{ours} is its column {theirs!r}" for ours, theirs in renamed.items()]
         levels = f", levels {', '.join(script.levels)}" if script.levels else ""
-        kind = "messages" if self.style == "dataset" and self.sources.get("prompt") == "messages" else self.style
+        kind = "messages" if self.sources.get("prompt") == "messages" else self.style
         taken.append(f"a prompt is {_PROMPTS[kind]}")
         return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"

@@ -1,18 +1,15 @@
 """What an earlier run left: whether its checkpoint belongs to the run that resumes it, and its accuracies."""
 
 import os
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from ..checks.files import lines
 from ..fields import DATA, INHERITED, MODEL, REWARDS, SAMPLING, deciding
 from ..methods import config_classes
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, is_claimed, is_finished, is_run, read_settings, read_summary
-from .preflight import read_adapter
+from ..report.run_folder import SUMMARY, is_claimed, is_finished, is_run, read_settings, read_summary
 
 
 MODEL_PREFIX = "lora_"
@@ -53,12 +50,10 @@ def kept_on_resume() -> tuple[str, ...]:
     return (*fields_deciding(*INHERITED), "seed")
 
 
-def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None:
+def check_same_run(folder: str, settings: Mapping[str, Any]) -> None:
     """
-    Check that a checkpoint is resumed with the model, data and method that it was trained with.
-
-    Its settings are read from the run folder that contains it. Without one, only the base model of an adapter is
-    known. `model` is the base model of the run that resumes it: a folder, or an id on the Hub.
+    Check that a checkpoint is resumed with the model, data and method that it was trained with, as far as the run
+    folder that contains it tells.
     """
     named, saved = f"resume_from_checkpoint={folder!r}", read_settings(Path(folder).resolve().parent)
     names = (*kept_on_resume(), *(name for name in settings if name.startswith(MODEL_PREFIX)))
@@ -67,17 +62,6 @@ def check_same_run(folder: str, settings: Mapping[str, Any], model: str) -> None
     if lines:
         fix = "Set the same values here, or choose another `output_dir` and start from the beginning."
         raise ValueError("\n".join([f"{named} belongs to a run with other settings:", *lines, fix]))
-    base = read_adapter(Path(folder)).get("base_model_name_or_path", model)
-    if not saved and os.path.realpath(base) != os.path.realpath(model):
-        said, fix = f"but model_name_or_path={model!r}", "Set `model_name_or_path` to the adapter's model"
-        raise ValueError(f"{named} is an adapter for {base!r}, {said}. {fix}.")
-
-
-def check_readable(folder: Path) -> None:
-    """Check that what a resumed run keeps can be read, before a model is loaded."""
-    read_summary(folder)
-    for name in (LOG, COMPLETIONS):
-        deque(lines(folder / name), maxlen=0)
 
 
 def known_accuracies(folder: Path, checkpoint: str | None) -> dict[str, Any]:

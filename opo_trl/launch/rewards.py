@@ -3,14 +3,13 @@
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any
 
 from trl import rewards
 from trl.rewards import get_soft_overlong_punishment
 
 from ..arguments import OPOScriptArguments
 from ..checks.ranges import require
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data.arithmetic import arithmetic_reward
 from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
@@ -46,7 +45,7 @@ def load_reward(name: str) -> Callable:
     return reward
 
 
-def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
+def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
     """
     The reward functions of a run, a reward model last.
 
@@ -65,15 +64,14 @@ def load_rewards(script: OPOScriptArguments, args: RolloutConfig) -> list:
     if weights is not None and len(weights) != n_rewards:
         fix = "Set `reward_weights` to one number for each function, and one for a reward model, or leave it out"
         raise ValueError(f"reward_weights={weights} does not fit {n_rewards} rewards. {fix}.")
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    limits: Any = {"timeout": script.reward_timeout, "memory": script.reward_memory}
-    found: list = []
-    for name in names:
-        if name == "soft_overlong_punishment":
-            found.append(get_soft_overlong_punishment(length, cache))
-            continue
-        reward = load_reward(name)
-        if reward in _ISOLATED and script.reward_workers:
-            reward = IsolatedReward(reward, workers=max(script.reward_workers // processes, 1), **limits)
-        found.append(reward)
-    return [*found, model] if model else found
+    return [*(_made(name, script, args) for name in names), *([model] if model else [])]
+
+
+def _made(name: str, script: OPOScriptArguments, args: OPOConfig) -> Callable:
+    if name == "soft_overlong_punishment":
+        return get_soft_overlong_punishment(args.max_completion_length, script.overlong_cache)
+    reward = load_reward(name)
+    if reward not in _ISOLATED or not script.reward_workers:
+        return reward
+    workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
+    return IsolatedReward(reward, workers=workers, timeout=script.reward_timeout, memory=script.reward_memory)

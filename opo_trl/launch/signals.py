@@ -21,7 +21,7 @@ from ..rollout.checkpoint import last_complete
 
 
 if TYPE_CHECKING:
-    from ..rollout.trainer import RolloutTrainer
+    from ..trainer import OPOTrainer
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -57,7 +57,7 @@ class StopOnSignal(TrainerCallback):
             signal's number.
     """
 
-    def __init__(self, trainer: "RolloutTrainer"):
+    def __init__(self, trainer: "OPOTrainer"):
         self.trainer = trainer
         self._received, self._agreed = 0, 0  # number of the signal: in this process, in any process
         self._received_at = 0.0

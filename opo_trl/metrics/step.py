@@ -33,6 +33,8 @@ class SampleReport:
     entropy: Tensor  # sum of their entropies in nats
     bonus_tokens: Tensor  # of them, those that the entropy bonus acts on
     bonus_entropy: Tensor
+    clipped_low: Tensor  # share of the tokens whose ratio is clipped below
+    clipped_high: Tensor  # above
     computed: Tensor  # 0 for samples that were left out because their gradient is zero
 
     def __post_init__(self):
@@ -45,7 +47,8 @@ class SampleReport:
         zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(loss.work))
         moved = samples.moved.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
         own = {"target": samples.target, "mu": samples.mu, "age": samples.age, "sequence_log_ratio": moved}
-        return cls(**{**zeros, **vars(loss), **own, "computed": zeros["computed"] + 1, **more})
+        known = {name: value for name, value in vars(loss).items() if value is not None}
+        return cls(**{**zeros, **known, **own, "computed": zeros["computed"] + 1, **more})
 
     @classmethod
     def of_skipped(cls, counts: Tensor, mu: Tensor, *, on_policy: bool) -> "SampleReport":
@@ -74,12 +77,11 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
 
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
-    args = objective.args
     weights = torch.where(samples.log_ratio.isnan() & ~samples.computed.bool(), 0.0, samples.weights)
     step = step_metrics(samples.log_ratio, weights=weights, clamped=samples.clamped.bool())
     step["frac_masked"] = (samples.weights == 0).float().mean()
     step |= {name: getattr(samples, name).contiguous().mean() for name in ("work", "dissipation")}
-    if args.log_ratio_reduction == "mean":
+    if objective.log_ratio_reduction == "mean":
         # Only the log-ratio of whole completions gives the χ² divergence of the policy.
         step["sequence_chi2"] = step_metrics(samples.sequence_log_ratio, weights=weights)["chi2"]
     if objective.is_regression:
@@ -92,6 +94,13 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     # NaN if no token counts, which TRL logs as None: an entropy of 0 would look like a collapsed policy.
     tokens = samples.tokens.sum()
     metrics["entropy"] = samples.entropy.sum() / tokens
+    if objective.clips and samples.computed.any():
+        computed = samples.computed.bool()
+        share = (samples.tokens if objective.clips == "token" else samples.computed)[computed]
+        low, high = samples.clipped_low[computed], samples.clipped_high[computed]
+        means = {"low": low, "high": high, "region": low + high}
+        metrics |= {f"clip_ratio/{name}_mean": (x * share).sum() / share.sum() for name, x in means.items()}
+        metrics |= {"clip_ratio/low_min": low.min(), "clip_ratio/high_max": high.max()}
     if kl:
         metrics["kl"] = samples.kl.sum() / tokens
     if bonus:

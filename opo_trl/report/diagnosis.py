@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..checks.files import read_text, write
-from ..checks.paths import check_folder, check_name, readable
+from ..checks.paths import check_folder, readable
 from ..checks.text import one_line, printable
 from ..metrics.log import Entry, finite, number, off_policy
 from .diagnostics import diagnostics
@@ -39,7 +39,6 @@ _WHOLE_ON_AVERAGE = 0.25  # over the steps of an entry, which may clip nothing
 def diagnose(run: Path, output: Path | None) -> int:
     """Print the verdicts on a run, and write them to a page; returns 1 if one of them is "wrong"."""
     if output is not None:
-        check_name("output", output)
         check_folder("output", output.parent)
         if output.suffix != ".html":
             raise ValueError(f"output={str(output)!r} is not the name of a page. Let it end with .html.")
@@ -47,7 +46,6 @@ def diagnose(run: Path, output: Path | None) -> int:
             raise ValueError(f"output={str(output)!r} is a folder. Add the name of a page to it, such as report.html.")
         if output.exists() and "<title>Diagnosis: " not in (read_text(output) or "<title>Diagnosis: "):
             raise ValueError(f"output={str(output)!r} is another page, and would be replaced. Choose another name.")
-    check_name("RUN", run)
     with readable("RUN", run):
         is_own, of_run = is_run(run), next(filter(is_run, _folders(run)), None)
     log, notes = (read_log(run), []) if is_own else read(run)

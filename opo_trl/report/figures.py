@@ -64,7 +64,9 @@ def draw_run(folder: Path) -> dict[Path, bytes]:
     if not log:
         raise ValueError(f"{str(folder / LOG)!r} does not exist or is empty. Pass the folder of a run.")
     plt.switch_backend("Agg")  # files only: no display is needed
-    summary, into = read_summary(folder), files.inner_folder(folder, "figures")
+    summary, into = read_summary(folder), folder / "figures"
+    if into.is_symlink():
+        raise ValueError(f"{str(into)!r} is a link. Remove it: figures would be written elsewhere.")
     written: dict[Path, bytes] = {}
     with style():
         figures = {"training": _panels([*_PANELS], log, (11, 5.5))}

@@ -8,6 +8,7 @@ The log of a run that TRL, trackio or wandb has kept, as entries like ours.
 
 import csv
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import files
-from ..checks.paths import check_file, check_name, readable
+from ..checks.paths import check_file, readable
 from ..checks.text import one_line, printable, quoted
 from ..metrics.log import number
 from .diagnostics import diagnostics
@@ -29,7 +30,6 @@ _FORMS = (
     f"RUN is a folder of TRL with {STATE}, that file, or an export of one run as .jsonl, .json or .csv: a row per "
     "logged step, with columns such as step, reward and frac_reward_zero_std."
 )
-_ANY = files.Kind("JSON", lambda value: True)
 _MOST = 2**22  # values of a table, and 32 in each row: two bytes of a file may become hundreds in memory
 _OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
 _OF_STEP = {"learning_rate", "grad_norm"}  # by Transformers, of every optimizer step, and of none besides
@@ -46,7 +46,6 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     The entries of training, in order, and sentences on what was read and left out. A `ValueError` names the file, what
     was found and what is expected.
     """
-    check_name("RUN", path)
     with readable("RUN", path):
         found = _file(path)
         try:
@@ -78,7 +77,7 @@ def _file(path: Path) -> Path:
     broken = None
     for state in filter(Path.is_file, (*path.glob(f"*checkpoint*/{STATE}"), path / STATE)):
         try:
-            steps[state] = files.read_json(state, {"global_step?": files.NUMBER}, linked=True).get("global_step") or 0
+            steps[state] = files.read_json(state).get("global_step") or 0
         except ValueError as error:  # a kill may have cut it short
             broken = error
     if steps:
@@ -126,8 +125,7 @@ def _bounded(rows: Iterable[dict[str, Any]], columns: Sized = ()) -> list[dict[s
 
 def _json(file: Path, *, in_lines: bool) -> Any:
     """JSON as a whole or in lines; the other of the two if the name does not say what it is."""
-    lines = files.lines(file, {}, longest=files.LONGEST)
-    readers: list[Callable[[], Any]] = [lambda: files.read_json(file, _ANY), lambda: _bounded(lines)]
+    readers: list[Callable[[], Any]] = [lambda: _parsed(file), lambda: _bounded(files.read_lines(file))]
     first, second = reversed(readers) if in_lines else readers
     try:
         return first()
@@ -136,6 +134,13 @@ def _json(file: Path, *, in_lines: bool) -> Any:
             if content := second():
                 return content
         raise
+
+
+def _parsed(file: Path) -> Any:
+    try:
+        return json.loads(files.read_text(file))
+    except RecursionError:
+        raise ValueError("its lists and mappings are nested too deeply") from None
 
 
 def _check_runs(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -153,7 +158,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """A row with NaN for all but numbers, without the prefix of training; trackio keeps metrics as JSON in one."""
     nested = row.get("metrics")
     if isinstance(nested, str) and nested.startswith("{"):
-        nested = files.parse(nested.encode(), {})
+        nested = files.parse(nested)
     if isinstance(nested, dict):
         row = {**row, **nested}
     found: dict[str, float] = {}

@@ -10,7 +10,7 @@ from .figures import draw_progress
 
 class LiveCurves(TrainerCallback):
     """
-    Draws reward, entropy, χ² and gradient response efficiency of a [`RolloutTrainer`] below the notebook cell that
+    Draws reward, entropy, χ² and gradient response efficiency of a [`OPOTrainer`] below the notebook cell that
     trains, updated in place: in Jupyter, in Colab, and in notebooks executed without a browser. Unlike a dashboard
     (trackio), it needs no server, and the stored notebook keeps the curves.
 

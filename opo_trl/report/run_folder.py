@@ -17,7 +17,6 @@ The folder of a run: its recipe, environment, log and results.
 
 import fcntl
 import logging
-import math
 import os
 import platform
 import re
@@ -55,7 +54,7 @@ _DESCRIPTION = (RECIPE, SETTINGS, ENVIRONMENT, REQUIREMENTS)
 
 # All else that a run writes into its folder, and all that overwriting deletes: paths in the folder.
 _WRITTEN = (
-    r"_.+\.[0-9a-f]{8}\.part",  # of a file that was being written
+    r"_.+\.part",  # of a file that was being written
     r"plan\.txt|log\.jsonl|completions\.jsonl|summary\.json|report\.html",
     r"figures/(training|passes|time|accuracy)\.(png|svg)|completions/completions_\d+\.parquet",
     r"rollouts/\d+-\d+\.jsonl",
@@ -86,7 +85,7 @@ def is_finished(folder: Path) -> bool:
 def is_claimed(folder: Path) -> bool:
     """Whether a run has claimed this folder. Only this program writes such a lock, first of all and for good."""
     lock, owner = folder / LOCK, re.compile(r"^process \d+ on .+$", re.MULTILINE)
-    return lock.is_file() and not lock.is_symlink() and owner.search(files.tail(lock)) is not None
+    return lock.is_file() and not lock.is_symlink() and owner.search(files.read_text(lock)) is not None
 
 
 def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -200,43 +199,15 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
 # Settings that make optimizer steps of a rollout.
 ROLLOUT = ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
 
-# What reports and comparisons rely on in files that were written elsewhere.
-_SETTINGS_FORM = {
-    "seed?": files.STEP,
-    "trainer?": files.TEXT,
-    **{key: [files.TEXT] for key in ("reward_funcs?", "levels?", "report_levels?", "validation_levels?", "watches?")},
-    **dict.fromkeys(("max_steps?", "chi2_radius?"), files.NUMBER),
-    **{f"{name}?": files.COUNT for name in ("num_generations", *ROLLOUT)},
-}
-_MEASURED = {"*": {"*": {**dict.fromkeys(("accuracy", "low", "high"), files.SHARE), "pass_at?": {"*": files.SHARE}}}}
-_SUMMARY_FORM = {
-    **dict.fromkeys(("before?", "after?"), _MEASURED),
-    "optimizer_steps?": files.STEP,
-    "train_seconds?": files.NUMBER,
-}
-_SAID = files.Kind("text or messages", lambda value: isinstance(value, str) or _are_messages(value))
-# A run that diverges logs infinities, which figures and verdicts leave out.
-_METRIC = files.Kind("a number", lambda value: files.NUMBER.fits(value) or value in (math.inf, -math.inf))
-_COMPLETIONS_FORM = {**files.ENTRY, "prompt": _SAID, "completion": _SAID, "reward?": _METRIC}
-_LOG_FORM = {
-    **files.ENTRY,
-    **dict.fromkeys(("reward?", "entropy?", "grad_norm?", "step_time?", "num_tokens?"), _METRIC),
-    **dict.fromkeys(("validation/accuracy?", "validation/low?", "validation/high?"), files.SHARE),
-}
-
-
-def _are_messages(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, dict) for each in value)
-
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The resolved settings of a run; empty if there are none."""
-    return files.read_json(folder / SETTINGS, _SETTINGS_FORM)
+    return files.read_json(folder / SETTINGS)
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
     """The accuracies of a run; empty if there are none."""
-    summary = files.read_json(folder / SUMMARY, _SUMMARY_FORM)
+    summary = files.read_json(folder / SUMMARY)
     return {name: value for name, value in summary.items() if value is not None}
 
 
@@ -247,18 +218,22 @@ def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """What a run was made with; empty if it is not known."""
-    return files.read_json(folder / ENVIRONMENT, {"devices?": [files.TEXT], "packages?": {}})
+    return files.read_json(folder / ENVIRONMENT)
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none."""
     zipped = folder / f"{LOG}.gz"
-    return files.read_lines(folder / LOG if not zipped.is_file() or (folder / LOG).exists() else zipped, _LOG_FORM)
+    return _with_step(folder / LOG if not zipped.is_file() or (folder / LOG).exists() else zipped)
 
 
-def read_completions(folder: Path) -> Iterator[dict[str, Any]]:
-    """The completions of the validation problems, one by one."""
-    return files.lines(folder / COMPLETIONS, _COMPLETIONS_FORM)
+def read_completions(folder: Path) -> list[dict[str, Any]]:
+    """The completions of the validation problems."""
+    return _with_step(folder / COMPLETIONS)
+
+
+def _with_step(path: Path) -> list[dict[str, Any]]:
+    return [entry for entry in files.read_lines(path) if type(entry.get("step")) is int]
 
 
 def environment() -> dict[str, Any]:

@@ -16,8 +16,9 @@ _FORBIDDEN = re.compile(
     r"os\.(?!listdir|scandir|walk|fwalk|getxattr|add_dll)|subprocess\.|shutil\.|socket\.|ctypes\.|pty\.|signal\.|tempfile\."
     r"|sqlite3\.|resource\."
 )
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _free: frozenset[int] | None = None  # threads that are not restricted; `None`: no thread is restricted
-_lasting = False
+lasting = False  # in a worker, the restrictions last until it ends: an answer may start threads
 
 
 @contextmanager
@@ -26,17 +27,11 @@ def without_effects() -> Iterator[None]:
     global _free
     _install_hook()
     free = frozenset(thread.ident or 0 for thread in threading.enumerate()) - {threading.get_ident()}
-    _free = frozenset() if _lasting else free
+    _free = frozenset() if lasting else free
     try:
         yield
     finally:
-        _free = _free if _lasting else None
-
-
-def make_lasting() -> None:
-    """Let the restrictions of [`without_effects`] last, once it was entered, until this process, a worker, ends."""
-    global _lasting
-    _lasting = True
+        _free = _free if lasting else None
 
 
 @cache
@@ -47,10 +42,6 @@ def _install_hook() -> None:  # a hook cannot be removed
 def _forbid(event: str, arguments: tuple) -> None:
     if _free is None or threading.get_ident() in _free:
         return
-    if _FORBIDDEN.match(event) or (event == "open" and not _only_reads(arguments)):
+    writes = event == "open" and bool(set(arguments[1] or "") & set("wax+") or (arguments[2] or 0) & _WRITING)
+    if writes or _FORBIDDEN.match(event):
         raise PermissionError(f"an answer asked for {event}")
-
-
-def _only_reads(arguments: tuple) -> bool:
-    _, mode, flags = arguments
-    return not (set(mode or "") & set("wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC))

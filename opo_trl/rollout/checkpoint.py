@@ -1,45 +1,39 @@
 """
 The files that exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
-Two files mark a complete checkpoint: `manifest.json`, written when the last process is done, lists all files so far
-with their sizes and checksums; `trainer_state.json` is what Transformers writes last, and the manifest then lists it,
-too. A checkpoint that a kill cut short lacks one of them, or a file of the manifest. Only complete checkpoints are
-resumed, and only if no file has changed: before a resumption the checkpoint is read once for its checksums.
+Two files mark a complete checkpoint. `manifest.json`, which lists all files so far with their sizes, is written once
+every process has written its part and all of it is on the disk; `trainer_state.json` is what Transformers writes last.
+A checkpoint that a kill cut short lacks one of them. Older checkpoints are deleted only after that.
 
-Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest but do have
-`trainer_state.json`. Named by their path, they resume as in Transformers; they are never chosen automatically.
+Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest. Named by their path, they
+resume as in Transformers; they are never chosen automatically.
 """
 
-import functools
 import json
 import re
 import shutil
-import zipfile
-import zlib
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, gather_object
-from safetensors import safe_open
+from accelerate.utils import broadcast_object_list
+from torch.distributed.checkpoint import CheckpointException
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks.files import free, sync, write_json
+from ..trl import temporarily
 
 
 logger = get_logger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = 2  # of what a checkpoint holds
 
-# A complete checkpoint while another of the same step is written. Transformers neither rotates nor pushes it.
-REPLACED_PREFIX = f"_{PREFIX_CHECKPOINT_DIR}"
-
-_READERS, _PIECE = 8, 2**22  # files read at the same time for their checksums, and bytes of each at once
+_NO_ROLLOUT = "it holds no rollout, as another trainer or `save_only_model` saved it; to do without, pass its path"
 
 
 # Writing and reading
@@ -62,203 +56,115 @@ def load_state(folder: Path, process: int) -> dict[str, Any]:
     return read(path if path.exists() else state_file(folder, 0))
 
 
+@contextmanager
+def saving(trainer: Any, trial: Any) -> Iterator[None]:
+    """
+    Save a checkpoint within this context: at any moment of it, the folder of the run holds a complete one, if it did
+    before. An error in it gets a note that names the last one.
+    """
+    folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    args = trainer.args
+    try:
+        if args.should_save:
+            _make_way(folder)
+        trainer.accelerator.wait_for_everyone()
+        with temporarily(args, save_total_limit=None):  # older ones are deleted last
+            yield
+        if args.should_save:
+            for path in (folder / TRAINER_STATE_NAME, folder, folder.parent):
+                sync(path)
+            _rotate(folder, args.save_total_limit, trainer.state.best_model_checkpoint)
+    except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
+        last = last_complete(str(folder.parent))
+        error.add_note(f"It came while {folder} was saved. The last complete checkpoint is {last}.")
+        raise
+
+
 def finalize(folder: Path) -> None:
     """Write the manifest of a checkpoint, once every process has written its part."""
-    _add(_files(folder), folder, {})
+    paths = sorted(folder.rglob("*"))
+    for path in (*paths, folder):
+        sync(path)
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+    write_json(folder / MANIFEST, {"format": FORMAT, "files": sizes})
 
 
-def finish(folder: Path, limit: int | None, best: str | None) -> None:
-    """
-    Once Transformers has written its state, add that to the manifest, which is replaced as a whole; then, when all of
-    it is on the disk, delete older checkpoints ([`rotate`]), and what [`make_way`] kept, now or before a kill.
-    """
-    if (folder / MANIFEST).exists():  # not with `save_only_model`
-        _add([folder / TRAINER_STATE_NAME], folder, _read_json(folder / MANIFEST)["files"])
-    for written in [*_files(folder), *filter(Path.is_dir, folder.rglob("*")), folder, folder.parent]:
-        sync(written)
-    rotate(folder.parent, limit, best, newest=folder)
-    for path in _sorted(folder.parent, REPLACED_PREFIX):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _add(paths: list[Path], folder: Path, listed: dict[str, dict[str, int]]) -> None:
-    for path, checksum in zip(paths, _checksums(paths), strict=True):
-        listed[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "crc32": checksum}
-    write_json(folder / MANIFEST, {"files": listed})
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
-
-
-def make_way(folder: Path) -> None:
+def _make_way(folder: Path) -> None:
     """
     Empty the place of a checkpoint. A finished one of the same step, as of a watch that fires at the end of an epoch,
-    is kept next to it until the new one is finished: older ones may be gone, and a kill must not cost the last.
+    is kept beside it until the new one is finished: older ones may be gone.
 
-    Those of later steps are of a run that has been resumed from an earlier step, or started anew: they are kept under
-    another name, so that none of them is taken for the last checkpoint of this run.
+    Those of later steps are of a run that has been resumed from an earlier step, or started anew: they get another
+    name, so that none of them is taken for the last checkpoint of this run.
     """
-    for path in map(Path, _latest_first(str(folder.parent))):
-        if _step(path) > _step(folder) and finished(path):
+    for path in _latest_first(folder.parent):
+        if _step(path) > _step(folder) and fault(path) is None:
             aside = free(path.with_name(f"{PREFIX_CHECKPOINT_DIR}-{_step(path)}-replaced"))
             path.rename(aside)
             logger.warning(f"{path} is later than step {_step(folder)}, where the run is now: it is kept as {aside}.")
-    if finished(folder):
-        kept = replaced(folder)
+    if (folder / TRAINER_STATE_NAME).exists():
+        kept = folder.with_name(f"_{folder.name}")
         shutil.rmtree(kept, ignore_errors=True)
         folder.rename(kept)
-    # Files of an earlier attempt would make a half-written checkpoint look complete.
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)  # files of an earlier attempt
 
 
-def replaced(folder: Path) -> Path:
-    """Where [`make_way`] keeps the previous checkpoint of the same step."""
-    return folder.with_name(f"_{folder.name}")
+def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
+    """
+    Delete the oldest checkpoints until `limit` are left, but neither the newest nor the best one.
+
+    Transformers would go by the clock, and also delete copies that somebody keeps, such as `checkpoint-40-copy`.
+    """
+    kept, found = {newest, Path(best or newest)}, _latest_first(newest.parent)[::-1]
+    replaced = [path for path in found if path.name.startswith("_")]
+    old = [path for path in found if path not in (*kept, *replaced)]
+    surplus = len(old) + len(kept) - max(limit, len(kept)) if limit and limit > 0 else 0
+    for path in (*old[:surplus], *replaced):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _latest_first(run: Path) -> list[Path]:
+    """Checkpoints of a run by their steps; one that is being replaced comes after its replacement."""
+    name = re.compile(rf"_?{PREFIX_CHECKPOINT_DIR}-\d+")
+    found = [path for path in run.glob(f"*{PREFIX_CHECKPOINT_DIR}-*") if name.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (_step(path), not path.name.startswith("_")), reverse=True)
 
 
 def _step(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+# Which checkpoint a run resumes
 
 
-def _checksums(paths: Iterable[Path]) -> Iterable[int]:
-    """CRC-32 of files. The time is that of reading them: zlib computes gigabytes per second, outside Python's lock."""
-    with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(_checksum, paths))
-
-
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE):
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
-
-
-def rotate(run: Path, limit: int | None, best: str | None, newest: Path) -> None:
-    """
-    Delete the oldest checkpoints until `limit` are left, but neither the newest nor the best one.
-
-    Transformers would also delete copies that somebody keeps, such as `checkpoint-40-copy` or `checkpoint-best`.
-    """
-    paths = _sorted(run, PREFIX_CHECKPOINT_DIR, use_mtime=True)
-    if not limit or limit < 0 or len(paths) <= limit:
-        return
-    kept = {str(newest), str(Path(best or newest))}
-    for path in [path for path in paths if path not in kept][: len(paths) - max(limit, len(kept))]:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _sorted(run: str | Path, prefix: str, *, use_mtime: bool = False) -> list[str]:
-    """Folders named by `prefix` and a step, from old to new."""
-    found = sort_checkpoints(str(run), prefix, use_mtime)
-    return [path for path in found if re.fullmatch(rf"{prefix}-\d+", Path(path).name)]
-
-
-# Completeness
+def is_foreign(folder: Path) -> bool:
+    """Whether another trainer, or `save_only_model`, saved a checkpoint, which then holds no rollout."""
+    return not (folder / MANIFEST).exists() and not any(folder.glob("rollout_state_*"))
 
 
 def fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed exactly, by names and sizes of its files; `None` if it is complete."""
+    """Why a checkpoint cannot be resumed exactly; `None` if it is complete."""
     if not folder.is_dir():
         return "it does not exist"
-    if lacks := lacking(folder):
-        return (
-            f"it holds no {', no '.join(lacks)}, because another trainer or `save_only_model` saved it; to resume "
-            "without, pass its path"
-        )
-    for name in (MANIFEST, TRAINER_STATE_NAME):
+    read = {}
+    for name in (TRAINER_STATE_NAME, MANIFEST):
         try:
-            content = _read_json(folder / name)
-            if name == MANIFEST:
-                sizes = {listed: int(entry["size"]) for listed, entry in content["files"].items()}
+            read[name] = json.loads((folder / name).read_text(encoding="utf-8"))
         except FileNotFoundError:
+            if name == MANIFEST and is_foreign(folder):
+                return _NO_ROLLOUT
             return f"it has no {name}: writing was cut short"
-        except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-            return f"its {name} is cut short or damaged ({type(error).__name__})"
-    if missing := [name for name in sizes if not (folder / name).is_file()]:
-        return f"it lacks {', '.join(missing)}"
-    if resized := [name for name, size in sizes.items() if (folder / name).stat().st_size != size]:
-        return f"its {', '.join(resized)} is cut short, or not of the size in {MANIFEST}"
-    return None
-
-
-def damage(folder: Path) -> str | None:
-    """Which files of a finished checkpoint are damaged: all of them are read, once as long as none changes."""
-    stats = [(path, path.stat()) for path in _files(folder)]
-    return _damage(folder, tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats))
-
-
-@functools.lru_cache(maxsize=16)
-def _damage(folder: Path, files: tuple[tuple[Path, int, int], ...]) -> str | None:
-    try:
-        if (folder / MANIFEST).exists():
-            listed = _read_json(folder / MANIFEST)["files"]
-            found = _checksums(folder / name for name in listed)
-            changed = [name for name, own in zip(listed, found, strict=True) if own != listed[name].get("crc32")]
-            differs = f"not what {MANIFEST} lists"
-        else:
-            changed = [str(path.relative_to(folder)) for path, _, _ in files if not _is_readable(path)]
-            differs = "not readable"
-    except OSError as error:
-        return f"it cannot be read ({error})"
-    return f"its {', '.join(changed)} is damaged: {differs}" if changed else None
-
-
-def _is_readable(path: Path) -> bool:
-    """Whether a file of another trainer, which has no checksum, is what its name says. Those of torch are archives."""
-    try:
-        if path.suffix in (".pt", ".pth"):
-            with zipfile.ZipFile(path) as archive:
-                return archive.testzip() is None
-        if path.suffix == ".json":
-            _read_json(path)
-        if path.suffix == ".safetensors":
-            with safe_open(path, "pt"):
-                pass
-    except OSError:
-        raise
-    except Exception:  # whatever is in it
-        return False
-    return True
-
-
-def lacking(folder: Path) -> list[str] | None:
-    """
-    What a finished checkpoint of another trainer, or one saved with `save_only_model`, does not hold, and so starts
-    afresh when it is resumed; `None` for any other folder.
-
-    A checkpoint of this trainer that was cut short is not mistaken for one: every trainer writes `trainer_state.json`
-    last, and this one writes its rollout states and the manifest before.
-    """
-    if (folder / MANIFEST).exists() or any(folder.glob("rollout_state_*")):
-        return None
-    try:
-        _read_json(folder / TRAINER_STATE_NAME)
-    except (OSError, ValueError, RecursionError):
-        return None
-    held = {"optimizer or learning-rate schedule": ("optimizer*", "global_step*"), "random states": ("rng_state*",)}
-    return ["rollout", *(name for name, files in held.items() if not any(any(folder.glob(file)) for file in files))]
-
-
-def finished(folder: Path) -> bool:
-    """Whether a checkpoint was written to its end: a complete one, or one without a rollout ([`lacking`])."""
-    return fault(folder) is None or lacking(folder) is not None
+        except ValueError:
+            return f"its {name} is cut short"
+    sizes = read[MANIFEST]["files"] if read[MANIFEST].get("format") == FORMAT else {}
+    paths = {name: folder / name for name in sizes}
+    short = [name for name, path in paths.items() if not path.is_file() or path.stat().st_size != sizes[name]]
+    return f"its {', '.join(short)} is missing or cut short" if short else None
 
 
 def last_complete(output_dir: str) -> str | None:
     """Folder of a run's last complete checkpoint, if it has one."""
-    return next((path for path in _latest_first(output_dir) if fault(Path(path)) is None), None)
-
-
-def _latest_first(output_dir: str) -> list[str]:
-    """Folders of a run's checkpoints by step; one that is being replaced comes after its replacement."""
-    found = [*_sorted(output_dir, REPLACED_PREFIX), *_sorted(output_dir, PREFIX_CHECKPOINT_DIR)]
-    return sorted(found, key=lambda path: _step(Path(path)))[::-1]
+    return next((str(path) for path in _latest_first(Path(output_dir)) if fault(path) is None), None)
 
 
 def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -267,58 +173,44 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
 
     Args:
         wanted (`str` or `bool`, *optional*):
-            Folder of a checkpoint, complete or as [`lacking`] describes; `"last"` or `True`: the last complete one of
-            the run in `output_dir`; `"auto"`: the same, but the run starts from the beginning if it has none.
+            Folder of a checkpoint, complete or of another trainer; `"last"` or `True`: the last complete one of the
+            run in `output_dir`; `"auto"`: the same, but the run starts from the beginning if it has none.
 
     Raises:
-        `ValueError`: the wanted checkpoint is not complete, or there is none. The message names the last complete one.
+        `ValueError`: the wanted checkpoint is not complete, or there is none; or an earlier version saved it.
     """
     if wanted in (None, False, "false", "False"):
         return None
-    if wanted not in (True, "true", "True", "last", "auto"):
-        return _named(str(wanted), output_dir)
-    last, skipped = _last_intact(output_dir)
-    for path, why in skipped.items():
-        logger.warning(f"{path} is skipped: {why}.")
-    if last is None and wanted != "auto":
-        newest = next((f" ({path}: {why})" for path, why in skipped.items()), "")
-        raise ValueError(
-            f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no complete checkpoint{newest}. "
-            "Remove `resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case."
-        )
-    return last
-
-
-def _last_intact(output_dir: str) -> tuple[str | None, dict[str, str]]:
-    """The last checkpoint without a fault or damage, if there is one, and why each later one is skipped."""
-    skipped: dict[str, str] = {}
-    # The main process's list: on a network file system, another process may not see the same folders yet.
-    for path in broadcast_object_list([_latest_first(output_dir)])[0]:
-        why = _defect(Path(path), fault(Path(path)))
+    is_named = wanted not in (True, "true", "True", "last", "auto")
+    folders = [Path(str(wanted))] if is_named else _latest_first(Path(output_dir))
+    # As the main process sees them: on a network file system, another one may not see the same files yet.
+    for folder, why in broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]:
         if why is None:
-            return path, skipped
-        skipped[path] = why
-    return None, skipped
+            _check_version(folder)
+            return str(wanted) if is_named else str(folder)
+        if is_named and why == _NO_ROLLOUT:
+            logger.warning(
+                f"resume_from_checkpoint={wanted!r} is of another trainer, or of `save_only_model`: it holds no "
+                "rollout. Training resumes with what it holds at its optimizer step, and starts the rest afresh. To "
+                "begin at step 0, set the model (`model_name_or_path`) to this folder."
+            )
+            return str(wanted)
+        if is_named:
+            last = last_complete(output_dir)
+            instead = f"Use {last!r}, the last complete one." if last else "Remove `resume_from_checkpoint`."
+            raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {instead}")
+        logger.warning(f"{folder} is skipped: {why}.")
+    if wanted == "auto":
+        return None
+    raise ValueError(
+        f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no complete checkpoint. Remove "
+        "`resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case."
+    )
 
 
-def _defect(folder: Path, why: str | None) -> str | None:
-    """`why` a checkpoint is rejected, or else its damage, as one process of each machine finds it; all agree."""
-    if why is None and PartialState().is_local_main_process:
-        why = damage(folder)
-    return next(filter(None, gather_object([why])), None)
-
-
-def _named(wanted: str, output_dir: str) -> str:
-    folder = Path(wanted)
-    if lacks := lacking(folder):
-        logger.warning_once(
-            f"resume_from_checkpoint={wanted!r} holds no {', no '.join(lacks)}, because another trainer or "
-            "`save_only_model` saved it. Training resumes with its weights at its optimizer step, and starts the rest "
-            "afresh. To begin at step 0, set the model (`model_name_or_path`) to this folder."
+def _check_version(folder: Path) -> None:
+    if json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format") != FORMAT:
+        raise ValueError(
+            f"{str(folder)!r} was saved by another version of opo_trl. Resume it with that version, or set "
+            "`model_name_or_path` to it to start from its weights."
         )
-    why = _defect(folder, None if lacks else fault(folder))
-    if why is None:
-        return wanted
-    last, _ = _last_intact(output_dir)
-    instead = f"Use {last!r}, the last complete one." if last else "Remove `resume_from_checkpoint`."
-    raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {instead}")

@@ -1,7 +1,7 @@
 """
 The position in a run: what a checkpoint holds of it for each process, and which run can take it up.
 
-A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `RolloutTrainer`.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `OPOTrainer`.
 """
 
 import json
@@ -11,27 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from transformers.trainer_utils import has_length
 
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
 from . import checkpoint
 from .frozen_base import local_part
 
 
-logger = get_logger(__name__)
-
-# Fields that cut a rollout.
-CUT = (
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "num_iterations",
-    "max_staleness",
-)
-# Topics of the fields that decide what a rollout holds.
+# Fields that cut a rollout, and topics of those that decide what it holds.
+CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 CONTENT = (DATA, SAMPLING, REWARDS, OBJECTIVE)
 # Fields that decide what else a checkpoint holds, in the middle of a rollout or not.
 STATE = ("optim", "sync_ref_model")
@@ -60,7 +50,6 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "plain": json.dumps(
             {
                 "settings": settings(trainer),
-                "recorded": trainer._recorded_digest,
                 "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
                 "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
                 "metrics": trainer._metrics,
@@ -113,7 +102,7 @@ def _plain(value: Any) -> Any:
 def has_spent_budget(trainer: Any, folder: Path) -> bool:
     """Whether a checkpoint ends a run that has generated `max_completions`."""
     limit = trainer.args.max_completions
-    if limit is None or checkpoint.lacking(folder) is not None:
+    if limit is None or checkpoint.is_foreign(folder):
         return False
     state = checkpoint.load_state(folder, trainer.accelerator.process_index)
     generated = json.loads(state["plain"])["numbers"]["completions_generated"]
@@ -122,7 +111,7 @@ def has_spent_budget(trainer: Any, folder: Path) -> bool:
 
 def place_in_stream(trainer: Any, folder: Path) -> tuple[int, int] | None:
     """Passes over a stream before that of a checkpoint, and micro-steps of that; `None` if it does not tell."""
-    if has_length(trainer.train_dataset) or checkpoint.lacking(folder) is not None:
+    if has_length(trainer.train_dataset) or checkpoint.is_foreign(folder):
         return None
     state = checkpoint.load_state(folder, trainer.accelerator.process_index)
     begun = json.loads(state["plain"])["numbers"]["_pass"]
@@ -130,7 +119,7 @@ def place_in_stream(trainer: Any, folder: Path) -> tuple[int, int] | None:
     return begun["number"], rollouts * trainer.args.micro_steps_per_rollout + state["position"]
 
 
-def needs_rollout(args: RolloutConfig, micro_steps: int) -> bool:
+def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
     """Whether the optimizer step after so many micro-steps needs a new rollout: it may begin inside the last one."""
     return -micro_steps % args.micro_steps_per_rollout < args.gradient_accumulation_steps
 
@@ -142,16 +131,15 @@ def settings(trainer: Any) -> dict[str, Any]:
     """Settings that determine the rest of a rollout and of a checkpoint, as read from JSON."""
     args, data = trainer.args, trainer.train_dataset
     kind: Any = type(args)
-    samples = args.per_device_train_batch_size * args.steps_per_generation
     content = [name for topic in CONTENT for name in deciding(kind, topic)]
     found = {
         "processes": trainer.accelerator.num_processes,
-        **{name: getattr(args, name) for name in (*CUT, *STATE, *content, "seed", "use_vllm")},
-        "per_device_train_batch_size × steps_per_generation": samples,
+        **{name: getattr(args, name) for name in (*CUT, *STATE, *content, "max_staleness", "seed", "use_vllm")},
         "trainer": trainer._name,
         "reward_funcs": trainer.reward_func_names,
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
         "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
+        "the content of `rollouts` (SHA-256)": trainer._recorded_digest,
     }
     return json.loads(json.dumps(found, default=str))
 
@@ -159,73 +147,24 @@ def settings(trainer: Any) -> dict[str, Any]:
 def check_resumable(trainer: Any, folder: str) -> None:
     """
     Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
-    only if it would make and cut them in the same way; a moving reference model only in as many shards; and weights
-    alone only in a form that this run's sharding can load. A `ValueError` names the field that differs.
+    only if it would make and cut them in the same way. A `ValueError` names the field that differs.
     """
-    place = Path(folder)
-    if checkpoint.lacking(place) is not None:
-        _check_loads(trainer, place)
+    if checkpoint.is_foreign(Path(folder)):
         return
-    state = checkpoint.load_state(place, trainer.accelerator.process_index)
-    plain = json.loads(state["plain"])
-    if "_pass" not in plain["numbers"]:
-        raise ValueError(
-            f"{folder!r} was saved by an earlier version of opo_trl, which left out what a run needs to be resumed. "
-            "Resume it with that version, or set `model_name_or_path` to it to start from its weights."
-        )
-    saved, own = plain["settings"], settings(trainer)
-    inside, replays = state["position"] > 0, bool(trainer.args.max_staleness and state["replay"])
-    for name in own:
-        if saved.get(name) == own[name]:
-            continue
-        if name in STATE:
-            how, instead = "", "start from its weights: set the model (`model_name_or_path`) to this folder"
-        elif inside:
-            how, instead = "in the middle of a rollout ", "resume from a checkpoint at the end of a rollout"
-        elif replays and name not in CUT:
-            how, instead = "with earlier rollouts, made ", "set `max_staleness` to 0"
-        else:
-            continue
-        there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
-        raise ValueError(
-            f"{folder!r} was saved {how}with {there}, but this run has {here}. Set {there}, or {instead}."
-        )
-    known, recorded = plain.get("recorded"), trainer._recorded_digest
-    if None not in (known, recorded) and known != recorded:
-        said = (
-            f"rollouts={trainer.args.rollouts!r} gives other groups than when {folder!r} was saved: its content, "
-            "`num_generations` or `max_prompt_length` has changed"
-        )
-        if inside or replays:
-            raise ValueError(f"{said}. Restore it, or set `model_name_or_path` to this folder to start from it.")
-        logger.warning(f"{said}. The rest of the run trains on what it holds now.")
-    before, now = map(_prompts_per_step, (saved, own))
-    if before != now and trainer.args.max_sampling_rounds == 1:
-        logger.warning(
-            f"{folder!r} was saved by a run with {before:g} prompts per optimizer step, and this one has {now:g}. The "
-            "place in an epoch is counted in optimizer steps, so some prompts are skipped or repeated. Set "
-            "the processes, `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_generations` and "
-            "`num_iterations` such that they are the same."
-        )
-    if trainer.args.sync_ref_model:
-        MovingReference(trainer).check(place, saved["processes"])
-
-
-def _prompts_per_step(found: Mapping[str, Any]) -> float:
-    """New prompts per optimizer step of a run with these [`settings`]."""
-    samples = found["processes"] * found["per_device_train_batch_size"] * found["gradient_accumulation_steps"]
-    return samples / found["num_generations"] / found["num_iterations"]
-
-
-def _check_loads(trainer: Any, folder: Path) -> None:
-    """Check that a checkpoint without a rollout holds what DeepSpeed or FSDP loads."""
-    needed = {"DeepSpeed": ("global_step*", trainer.is_deepspeed_enabled), "FSDP": ("*fsdp*", trainer.is_fsdp_enabled)}
-    for name, (files, used) in needed.items():
-        if used and not any(folder.glob(files)):
-            raise ValueError(
-                f"resume_from_checkpoint={str(folder)!r} holds nothing that {name} can resume ({files}). Set the "
-                f"model (`model_name_or_path`) to this folder to start from its weights, or launch without {name}."
-            )
+    args = trainer.args
+    state = checkpoint.load_state(Path(folder), trainer.accelerator.process_index)
+    saved, own = json.loads(state["plain"])["settings"], settings(trainer)
+    shards = ["processes"] if args.sync_ref_model and MovingReference(trainer).is_sharded else []
+    checks = [([*STATE, *shards], "", "start from its weights: set the model (`model_name_or_path`) to this folder")]
+    if state["position"] > 0:
+        checks += [([*own], "in the middle of a rollout ", "resume from a checkpoint at the end of a rollout")]
+    elif args.max_staleness and state["replay"]:
+        checks += [([*own], "with earlier rollouts, made ", "set `max_staleness` to 0")]
+    for name, how, instead in ((name, how, instead) for names, how, instead in checks for name in names):
+        if saved.get(name) != own[name]:
+            there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
+            said = f"{folder!r} was saved {how}with {there}, but this run has {here}"
+            raise ValueError(f"{said}. Set {there}, or {instead}.")
 
 
 class MovingReference:
@@ -235,30 +174,15 @@ class MovingReference:
         parameters = [*trainer.ref_model.parameters()]
         self.parts = [local_part(parameter) for parameter in parameters]
         self.is_sharded = trainer.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
-        self.processes, self.writes = trainer.accelerator.num_processes, self.is_sharded or trainer.args.should_save
+        self._writes = self.is_sharded or trainer.args.should_save
         self._file = f"reference_{trainer.accelerator.process_index}.pt" if self.is_sharded else "reference.pt"
-
-    def check(self, folder: Path, saved: int) -> None:
-        """Check that a checkpoint of this many processes holds the model in this run's shards."""
-        same = saved == self.processes or not self.is_sharded
-        if not same or not (folder / self._file).exists():
-            raise ValueError(
-                f"{str(folder)!r} holds the reference model of `sync_ref_model` as saved by {saved} processes, and "
-                f"this run, with {self.processes}, shards it differently. Resume with the number of processes and "
-                "the sharding that it was saved with."
-            )
 
     def save(self, folder: Path) -> None:
         """Write what this process has to write into a checkpoint."""
-        if self.writes:
+        if self._writes:
             torch.save(self.parts, folder / self._file)
 
     def load(self, folder: Path) -> None:
         """Restore the model from a checkpoint."""
         for part, saved in zip(self.parts, checkpoint.read(folder / self._file), strict=True):
             part.copy_(saved)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in a checkpoint, of all processes."""
-        return (self.processes if self.is_sharded else 1) * sum(part.nbytes for part in self.parts)

@@ -16,7 +16,7 @@ from transformers import ProcessorMixin
 from trl import GRPOTrainer
 from trl.trainer.utils import RepeatSampler
 
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data.prompts import is_chat, not_of_chat
 
 
@@ -33,7 +33,7 @@ RESERVED = (
 _RENAME = "`dataset.rename_column('{old}', '{new}')`"
 
 
-def check_enough_prompts(available: int, args: RolloutConfig, described: str = "") -> None:
+def check_enough_prompts(available: int, args: OPOConfig, described: str = "") -> None:
     """
     Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
     `described` says for the message where its prompts are from, and which part is held out.
@@ -85,7 +85,7 @@ def _check_tokens(trainer: GRPOTrainer) -> None:
 def check_train_dataset(trainer: GRPOTrainer) -> None:
     """Check that a trainer's datasets fit its configuration and its model."""
     _check_tokens(trainer)
-    args, dataset = cast(RolloutConfig, trainer.args), trainer.train_dataset
+    args, dataset = cast(OPOConfig, trainer.args), trainer.train_dataset
     if isinstance(dataset, Dataset):
         check_enough_prompts(len(dataset), args)
         images = [name for name in ("image", "images") if name in dataset.column_names]
@@ -216,7 +216,7 @@ def permutations(n_prompts: int, *, seed: int, shuffle: bool = True) -> Order:
     return order
 
 
-def epochs_of_sampler(sampler: Iterable[int], args: RolloutConfig) -> Order:
+def epochs_of_sampler(sampler: Iterable[int], args: OPOConfig) -> Order:
     """
     The order of a custom sampler, from a subclass that overrides `_get_train_sampler`, for all processes together.
 

@@ -25,7 +25,7 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path, pad
 
 from ..checks import files
 from ..checks.weights import unsharded
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
 from .padding import with_positions
 from .prompts import check_columns
@@ -41,13 +41,13 @@ Rows = Sequence[Mapping[str, Any]]
 # Training on them
 
 
-def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Dataset:
+def dataset_for(args: OPOConfig, given: Any, named: Mapping[str, Any]) -> Dataset:
     """
     The training dataset of a trainer with `rollouts`: what it was `given`, if that has been loaded by `load_rollouts`.
     `named` are its other arguments, none of which may write completions.
     """
-    for name in (name for name, value in named.items() if value):
-        said = f"{name} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
+    if names := [name for name, value in named.items() if value]:
+        said = f"{names[0]} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
         raise ValueError(f"{said}. Remove one of them.")
     if given is None:
         given = load_rollouts(str(args.rollouts), args.num_generations)
@@ -57,10 +57,7 @@ def dataset_for(args: RolloutConfig, given: Any, named: Mapping[str, Any]) -> Da
             "Remove one of them."
         )
     elif (size := len(given[0][RECORDED])) != args.num_generations:
-        raise ValueError(
-            f"train_dataset has been loaded with groups of {size}, but num_generations={args.num_generations}. Use "
-            f"load_rollouts({str(args.rollouts)!r}, {args.num_generations}), or leave `train_dataset` out."
-        )
+        raise ValueError(f"train_dataset has groups of {size}, but num_generations={args.num_generations}. Set it.")
     columns = as_scored(given)
     if images := sorted({"image", "images"} & {*columns.column_names}):
         raise ValueError(f"rollouts={args.rollouts!r} has a column {images[0]!r}, but only text can be recorded.")
@@ -118,17 +115,13 @@ def rewards(samples: Rows, weights: torch.Tensor) -> torch.Tensor | None:
 
 def recall(samples: Rows, prompts: list[Any], trainer: Any) -> dict[str, Any]:
     """TRL's `rollout_func`, once its recorded `samples` are bound."""
-    tokens = {name: [row[name] for row in samples] for name in ("completion_ids", "logprobs")}
-    return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **tokens}
+    names = {"completion_ids": "completion_ids", "logprobs": "logprobs", "completion_mask": "env_mask"}
+    found = {to: [row[name] for row in samples] for name, to in names.items() if name in samples[0]}
+    return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **found}
 
 
-def behaviour_logps(samples: Rows, completion_ids: list[list[int]], like: torch.Tensor) -> torch.Tensor:
+def behaviour_logps(samples: Rows, like: torch.Tensor) -> torch.Tensor:
     """Recorded log-probabilities of tokens, with the shape and place of `like`, `[B, T]`."""
-    if completion_ids != [row["completion_ids"] for row in samples]:
-        raise RuntimeError(
-            "`_generate` has been overridden, and changes recorded completions: their log-probabilities are those of "
-            "other tokens. Leave `completion_ids` as they are, or remove `rollouts`."
-        )
     logps = pad([torch.tensor(row["logprobs"]) for row in samples], padding_value=0, padding_side="right")
     return torch.nn.functional.pad(logps, (0, like.shape[1] - logps.shape[1])).to(like.device)
 
@@ -181,27 +174,22 @@ def completed(trainer: Any) -> Dataset:
 
 
 def _check_texts(trainer: Any, samples: Rows) -> None:
-    """Check of up to about 1,000 completions that also have their text that their tokens say the same."""
-    source, tokenizer = f"rollouts={trainer.args.rollouts!r}", trainer._tokenizer
-
-    def same(text: str, ids: list[int]) -> bool:
-        # A server may have cut a block of thinking, half a letter or special tokens out of the text.
-        said = [text, *(tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))]
-        own, *decoded = ("".join(each.replace("\ufffd", "").split()) for each in said)
-        return any(own in each for each in decoded)
-
-    known = [(text_of(row.get("completion")), row["completion_ids"]) for row in samples[:: 1 + len(samples) // 1000]]
-    pairs = [(text, ids) for text, ids in known if text is not None]
-    others = [(text, ids) for text, ids in pairs if not same(text, ids)]
-    if not others:
-        return
-    text, ids = others[0]
-    said = f"{source}: the tokens of {len(others):,} of {len(pairs):,} completions say something else than their text"
-    said += f", such as {tokenizer.decode(ids)[:40]!r} for {text[:40]!r}"
-    if 2 * len(others) > len(pairs):
-        fix = "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`"
-        raise ValueError(f"{said}. {fix}.")
-    logger.warning(f"{said}. The tokens are trained on.")
+    """Check of up to about 100 completions that also have their text that most of their tokens say the same."""
+    tokenizer, others = trainer._tokenizer, []
+    known = [(text_of(row.get("completion")), row["completion_ids"]) for row in samples[:: 1 + len(samples) // 100]]
+    for text, ids in known:
+        if text is not None:
+            # A server may have cut a block of thinking, half a letter or special tokens out of the text.
+            said = [text, *(tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))]
+            own, *decoded = ("".join(each.replace("\ufffd", "").split()) for each in said)
+            others += [] if any(own in each for each in decoded) else [(text, ids)]
+    if 2 * len(others) > len(known):
+        text, ids = others[0]
+        raise ValueError(
+            f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text, "
+            f"such as {tokenizer.decode(ids)[:40]!r} for {text[:40]!r}. If they are of another tokenizer, remove "
+            "`completion_ids` and `logprobs`; if not, remove `completion`."
+        )
 
 
 def _tokenize(trainer: Any, samples: list[dict[str, Any]]) -> None:
@@ -227,14 +215,9 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             "completions. Set `rollouts_model` to it."
         )
     options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
-    try:
-        vocabulary = AutoTokenizer.from_pretrained(model).get_vocab()
-        with unsharded():
-            author = create_model_from_path(model, **{**options, "device_map": None})
-    except (OSError, ValueError) as error:
-        fix = "Set it to the folder or Hub id of the model that wrote the completions"
-        raise ValueError(f"rollouts_model={model!r} cannot be loaded: {error}. {fix}.") from error
-    if vocabulary != trainer._tokenizer.get_vocab():
+    with unsharded():
+        author = create_model_from_path(model, **{**options, "device_map": None})
+    if AutoTokenizer.from_pretrained(model).get_vocab() != trainer._tokenizer.get_vocab():
         raise ValueError(
             f"rollouts_model={model!r} has another vocabulary than the model to train. Set it to the model that wrote "
             "the completions, or record their log-probabilities where they are written."
@@ -252,11 +235,8 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     for index, group in [pair for part in gather_object([found]) for pair in part.items()]:
         for row, logps in zip(groups[index], group, strict=True):
             if not all(map(math.isfinite, logps)):
-                raise ValueError(
-                    f"rollouts_model={model!r} gives a completion of group {index} the log-probabilities "
-                    f"{str(logps)[:60]}, which are not finite. Set it to the model that wrote the completions, or "
-                    "restore its weights."
-                )
+                said = f"rollouts_model={model!r} gives group {index} the log-probabilities {str(logps)[:60]}"
+                raise ValueError(f"{said}, which are not finite. Set it to the model that wrote the completions.")
             row["logprobs"] = logps
 
 
@@ -278,32 +258,29 @@ def _scored(
 # Recording
 
 
-def check_recordable(args: RolloutConfig, named: Mapping[str, Any], dataset: Any) -> None:
+def check_recordable(args: OPOConfig, named: Mapping[str, Any], dataset: Any) -> None:
     """Check that what a trainer is asked to record, or to train on, are tokens of the model alone after a prompt."""
-    names = [name for name in ("tools", "environment_factory") if named.get(name)]
     columns = {*(getattr(dataset, "column_names", None) or ())}
     if args.rollouts is None and RECORDED in columns:
         raise ValueError(
             "train_dataset holds recorded rollouts, but rollouts=None: the run would generate its own. Set `rollouts` "
             "in the configuration to the file that they are from."
         )
-    images = {"image", "images"} & columns
-    if args.save_rollouts and (names or images):
+    others = {
+        "rollouts": args.rollouts is not None,
+        "images": {"image", "images"} & columns,
+        **{name: named.get(name) for name in ("tools", "environment_factory")},
+    }
+    if args.save_rollouts and (names := [name for name, given in others.items() if given]):
         raise ValueError(
-            f"save_rollouts=True cannot record {'images' if images else names[0]}: a row has one prompt and one "
-            "completion as text. Remove `save_rollouts`."
+            f"save_rollouts=True cannot record {names[0]}: a row has a prompt, and a completion that this run has "
+            "generated, as text. Remove `save_rollouts`."
         )
     if args.save_rollouts and (taken := {"group", *KNOWN} & columns):
         name = min(taken)
         raise ValueError(
             f"save_rollouts=True would replace the dataset's column {name!r} by that of the completions. Rename it: "
             f"`dataset.rename_column({name!r}, 'my_{name}')`, or `columns: {{my_{name}: {name}}}` in a recipe."
-        )
-    source, own = Path(args.rollouts or "").expanduser(), Path(args.output_dir, FOLDER)
-    if args.save_rollouts and args.rollouts is not None and source.resolve().is_relative_to(own.resolve()):
-        raise ValueError(
-            f"save_rollouts=True would replace rollouts={args.rollouts!r} by the rollouts of this run. Set another "
-            "`output_dir`, or remove `save_rollouts`."
         )
 
 
@@ -321,7 +298,7 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
         logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
     rewards = rollout["rewards_per_func"]
     totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-    unscored = rewards.isnan().all(dim=1)
+    totals[rewards.isnan().all(dim=1)] = math.nan
     first = accelerator.process_index * len(inputs)
     lines = [
         {
@@ -330,26 +307,22 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
             "completion_ids": ids,
             "logprobs": logps[place, : len(ids)].tolist(),
             "temperature": trainer.temperature,
-            "reward": None if unscored[place] else totals[place].item(),
+            "reward": None if totals[place].isnan() else totals[place].item(),
             "group": f"{done}-{(first + place) // trainer.num_generations}",
         }
         for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
     ]
-    folder = files.inner_folder(Path(trainer.args.output_dir), FOLDER)
+    folder = Path(trainer.args.output_dir) / FOLDER
     before = done - len(inputs) * accelerator.num_processes
-    earlier = [file for file in folder.iterdir() if re.fullmatch(r"\d{9,}-\d+\.jsonl", file.name)]
-    if before == 0:
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process and earlier:
+    if accelerator.is_main_process and folder.is_dir():
+        if before == 0:
             aside = files.free(folder.with_name(f"{FOLDER}-replaced"))
-            aside.mkdir()
-            for file in earlier:
-                file.rename(aside / file.name)
+            folder.rename(aside)
             logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
-        accelerator.wait_for_everyone()
+        else:  # before it was killed, this run may have gone further, in other steps
+            for file in folder.iterdir():
+                if re.fullmatch(r"\d{9,}-\d+\.jsonl", file.name) and int(file.stem.partition("-")[0]) > before:
+                    file.unlink()
+    accelerator.wait_for_everyone()
+    folder.mkdir(parents=True, exist_ok=True)
     files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
-    if before and accelerator.is_main_process:  # before it was killed, this run may have gone further, in other steps
-        for file in earlier:
-            count, process = map(int, file.stem.split("-"))
-            if before < count < done or (count, process) >= (done, accelerator.num_processes):
-                file.unlink()

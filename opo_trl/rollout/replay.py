@@ -52,11 +52,6 @@ class ReplayBuffer:
         self.load_state_dict({})
 
     def _check_entries(self, rollout: Rows) -> None:
-        if (shape := rollout["advantages"].shape) != rollout["completion_ids"].shape[:1]:
-            raise ValueError(
-                f"max_staleness={self.max_staleness} needs one advantage per completion, not advantages of shape "
-                f"{tuple(shape)}. Return them with shape [B], or set `max_staleness` to 0."
-            )
         if images := sorted(rollout.keys() & set(MULTIMODAL_KEYS)):
             raise ValueError(
                 f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}. Set "

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..objective import token_mean
 from ..trl import MULTIMODAL_KEYS
 
@@ -41,7 +41,7 @@ def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int
 
 
 def rows_of_steps(
-    rollout: Mapping[str, Any], args: RolloutConfig, accelerator: Accelerator, *, index: int, passed: int
+    rollout: Mapping[str, Any], args: OPOConfig, accelerator: Accelerator, *, index: int, passed: int
 ) -> list[dict[str, Any]]:
     """
     Split this process's samples of a rollout by optimizer step, the same number for each.

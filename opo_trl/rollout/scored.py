@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from ..config import RolloutConfig
+from ..config import OPOConfig
 from ..rewards.errors import CountingReward, RewardError
 from ..trl import temporarily
 
@@ -30,7 +30,7 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[tuple[torch.Tensor, 
     recorded: list[tuple[torch.Tensor, list[list[int]]]] = []
 
     def calculate(inputs, prompts, completions, completion_ids_list):
-        rewards = _finite(outermost(inputs, prompts, completions, completion_ids_list), trainer.reward_func_names)
+        rewards = _finite(outermost(inputs, prompts, completions, completion_ids_list))
         recorded.append((rewards, completion_ids_list))
         return rewards
 
@@ -38,15 +38,13 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[tuple[torch.Tensor, 
         yield recorded
 
 
-def _finite(rewards: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+def _finite(rewards: torch.Tensor) -> torch.Tensor:
     """Rewards `[N, number of reward functions]`; infinite ones count as unscored."""
     infinite = rewards.isinf()
     if infinite.any():
-        # An override may return further columns.
-        found = [name for name, has_some in zip(names, infinite.any(dim=0), strict=False) if has_some]
         logger.warning(
-            f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward, by "
-            f"{', '.join(found) or 'an override'}: they count as unscored. Fix the function, or have it return None."
+            f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward: they count as "
+            "unscored. Fix the function, or have it return None."
         )
     return rewards.masked_fill(infinite, torch.nan)
 
@@ -54,7 +52,7 @@ def _finite(rewards: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
 class RewardFailures:
     """Counts completions that isolated rewards fail to score, and ends a run with too many."""
 
-    def __init__(self, args: RolloutConfig, accelerator: Accelerator):
+    def __init__(self, args: OPOConfig, accelerator: Accelerator):
         self.args, self.accelerator = args, accelerator
         self.counts: dict[str, float] = {}  # by kind, over all processes, since they were last taken
         self.rate = 0.0  # moving average, over all processes

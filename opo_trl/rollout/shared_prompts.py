@@ -19,22 +19,26 @@ from transformers import PreTrainedModel
 from .rows import rounded_up, to_device
 
 
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
+
+
 def balance(model: PreTrainedModel) -> float | None:
     """
     Tokens to which attention costs as much as the rest of a layer; `None` for a model that may compute something else.
 
     It needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
     """
-    from ..forecast.memory import decoder  # needed once, and not to import a trainer
-
     config, adapters = model.config, getattr(model, "peft_config", {}).values()
-    shape = decoder(config) if config.get_text_config() is config else None
     full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    if shape is None or shape.attention != "sdpa" or not full or getattr(config, "sliding_window", None) is not None:
+    sdpa = config._attn_implementation in (None, "sdpa") and getattr(config, "sliding_window", None) is None
+    if config.model_type not in ARCHITECTURES or not (full and sdpa):
         return None
     if any(adapter.is_prompt_learning for adapter in adapters):
         return None
-    return shape.layer_weights / (2 * shape.query)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
+    weights = config.hidden_size * (2 * width * (heads + keys) + 3 * config.intermediate_size)  # of a layer
+    return weights / (2 * width * heads)
 
 
 def hashes(rows: Mapping[str, Tensor]) -> Tensor:

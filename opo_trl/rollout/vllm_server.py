@@ -1,16 +1,16 @@
 """
-Whether a vLLM server answers: before a run, which waits for it, and during one. A server that ends or hangs also ends
+Whether a vLLM server answers during a run. A server that ends or hangs also ends
 the run, in bounded time and with a message that names it.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
-from ..checks.addresses import without_secrets
+from ..checks.secrets import mask_text
 from ..checks.text import one_line
 from ..rewards.errors import told
 
@@ -21,25 +21,19 @@ PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that 
 
 def status(url: str, route: str = "/health") -> int | str | None:
     """Status that a server answers with, or the error if its answer cannot be read; `None` if nothing answers."""
-    # As TRL's clients ask, who need it too: with the same users and passwords, certificates and proxies.
-    import requests
-    from urllib3.exceptions import ProtocolError
+    import requests  # as TRL's clients, with the same users and passwords, certificates and proxies
 
     try:
         return requests.get(f"{url.rstrip('/')}{route}", timeout=PERIOD).status_code
     except (requests.RequestException, ValueError) as error:  # a `ValueError` if it redirects to no address
-        silent = isinstance(error, requests.ConnectionError | requests.Timeout) and not (
-            isinstance(error, requests.exceptions.SSLError) or isinstance(error.args[0], ProtocolError)
-        )
+        silent = type(error) in (requests.ConnectionError, requests.ConnectTimeout, requests.ReadTimeout)
         return None if silent else f"{type(error).__name__}: {one_line(str(error))}"
 
 
-def wait(
-    url: str, seconds: float, until: Callable[[int | str | None], bool] = lambda said: said == 200
-) -> int | str | None:
-    """Wait until a server says something about its health, such as 200, or time is up; returns what it said last."""
+def wait(url: str, seconds: float) -> int | str | None:
+    """Wait until a server is healthy or time is up; returns what it said last."""
     deadline = time.monotonic() + seconds
-    while not until(said := status(url)) and (left := deadline - time.monotonic()) > 0:
+    while (said := status(url)) != 200 and (left := deadline - time.monotonic()) > 0:
         time.sleep(min(1.0, left))
     return said
 
@@ -97,6 +91,6 @@ def _watch(url: str, done: threading.Event) -> None:
 
 def _message(url: str, said: int | str | None) -> str:
     return (
-        f"The vLLM server at {without_secrets(url)} no longer answers as it should (last: {said or 'no answer'}). Its "
+        f"The vLLM server at {mask_text(url)} no longer answers as it should (last: {said or 'no answer'}). Its "
         "own log says why; start it again, and resume the run with `--resume_from_checkpoint last`."
     )

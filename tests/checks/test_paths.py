@@ -1,4 +1,4 @@
-"""Paths without read permission. Root may read everything, so the tests run as another user."""
+"""Paths without permission. Root may read everything, so the tests run as another user."""
 
 import os
 from pathlib import Path
@@ -30,11 +30,10 @@ def forbidden(tmp_path: Path):
     ("field", "look"),
     [
         ("output_dir", lambda path: paths.check_folder("output_dir", path)),
-        ("config", lambda path: paths.is_file("config", path)),
-        ("deepspeed", lambda path: paths.check_json("deepspeed", str(path))),
+        ("config", lambda path: paths.check_file("config", path, "Pass another.")),
         ("dataset_name", lambda path: load_problems(str(path))),
     ],
 )
 def test_unreadable_path_is_rejected_with_field_and_fix(forbidden: Path, field, look):
-    with pytest.raises(ValueError, match=f"{field}='{forbidden}/x' cannot be .*permission.*`{field}`"):
+    with pytest.raises(ValueError, match=f"{field}='{forbidden}/x' cannot be .*[Pp]ermission.*`{field}`"):
         look(forbidden / "x")

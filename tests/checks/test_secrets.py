@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl import ModelConfig
 
-from opo_trl import OPOConfig, RolloutConfig
+from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.asynchronous.config import AsyncOPOConfig
 from opo_trl.checks.errors import report_error
@@ -54,7 +54,7 @@ def test_settings_lose_their_secrets_and_nothing_else():
 
 
 def test_only_tokens_are_secret_among_the_fields():
-    kinds = (OPOScriptArguments, OPOConfig, RolloutConfig, AsyncOPOConfig, ModelConfig)
+    kinds = (OPOScriptArguments, OPOConfig, OPOConfig, AsyncOPOConfig, ModelConfig)
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {name for name in names if mask("word", name) != "word"} == {"hub_token"}
 
@@ -68,12 +68,13 @@ def test_only_tokens_are_secret_among_the_fields():
         ["--vllm_server_base_url", f"http://user:{SECRET}@host"],
     ],
 )
-def test_command_lines_lose_their_secrets(words, capsys):
+def test_command_lines_lose_their_secrets(words):
     assert SECRET not in " ".join(mask_words(words))
-    try:
-        raise ValueError(f"hub_token={SECRET!r} is not allowed, nor is {{'HF_TOKEN': '{SECRET}'}}.")
-    except ValueError as error:
-        report_error("opo-trl train", error, debug=True)
+
+
+def test_messages_lose_passwords_and_tokens(capsys):
+    said = f"http://user:{SECRET}@host does not answer to hf_{SECRET}abcdefghijklmnop"
+    assert report_error("opo-trl train", ValueError(said), debug=True) == 2
     assert SECRET not in capsys.readouterr().err
 
 
@@ -86,12 +87,7 @@ def test_harmless_words_and_messages_stay():
     assert mask_text(said) == said
 
 
-@pytest.mark.parametrize("unit", ["a-", "a=b,", "--a ", "x://", "'a': ", "?a=", "hf-", "token="])
-def test_masking_takes_linear_time(unit):
-    mask_text(unit * 20_000)
-
-
-@pytest.mark.parametrize("kind", [OPOConfig, RolloutConfig, AsyncOPOConfig])
+@pytest.mark.parametrize("kind", [OPOConfig, AsyncOPOConfig])
 def test_configuration_shows_no_secret_to_trackers_and_pickles(tmp_path, kind):
     address = f"http://user:{SECRET}@host:8000"
     args = kind(str(tmp_path), use_cpu=True, bf16=False, hub_token=SECRET, vllm_server_base_url=address)

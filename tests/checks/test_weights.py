@@ -1,4 +1,4 @@
-"""A model whose files do not hold exactly its tensors is rejected by their names, before any weight is loaded."""
+"""A model whose files lack tensors, or of which nothing would be trained, is rejected before any weight is loaded."""
 
 import json
 import shutil
@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
-from helpers import PROMPTS, RecordingBaseline, RecordingOPO, make_trainer
+from helpers import RecordingBaseline, RecordingOPO, make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     BitsAndBytesConfig,
     GPT2Config,
     GPT2LMHeadModel,
@@ -21,26 +19,12 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-from transformers.utils import loading_report
 
 from opo_trl.checks.weights import check_weights
 from opo_trl.data.models import EMBEDDED_MODELS
 
 
-UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"
-EXPERT = "model.layers.1.mlp.experts.3."
-
-
-def three_layers(config: dict) -> dict:
-    return {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-
-
-def one_layer(config: dict) -> dict:
-    return {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-
-
-def tied(config: dict) -> dict:
-    return {"tie_word_embeddings": True}
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -61,122 +45,70 @@ def models(tiny_model: str, tmp_path_factory) -> dict[str, Path]:
     return {"dense": Path(tiny_model), **kinds}
 
 
-def damage(
-    source: Path,
-    folder: Path,
-    drop: Callable[[str], bool] = lambda name: False,
-    configure: Callable[[dict], dict] = lambda config: {},
-) -> str:
+def damage(source: Path, folder: Path, drop: Callable[[str], bool] = lambda name: False, **config) -> str:
     """A copy of a model with other entries in its configuration, and without the tensors that `drop` names."""
     shutil.copytree(source, folder)
     for file in folder.glob("*.safetensors"):
         tensors = {name: tensor for name, tensor in load_file(file).items() if not drop(name)}
         save_file(tensors, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | configure(config)))
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(saved | config))
     return str(folder)
 
 
 @pytest.mark.parametrize("kind", ["dense", "sharded", "experts", "packed", "gpt2", *EMBEDDED_MODELS])
 def test_complete_model_is_accepted(models, kind, capfd):
     path = EMBEDDED_MODELS[kind] if kind in EMBEDDED_MODELS else str(models[kind])
-    model = check_weights("model", path, {"dtype": "float32", "device_map": "cpu"})
-    assert {weight.device.type for weight in model.parameters()} == {"meta"}
+    check_weights("model", path, {"dtype": "float32", "device_map": "cpu"})
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("drop", "configure", "options"),
-    [
-        (lambda name: name == "lm_head.weight", tied, {}),
-        (lambda name: name == "model.embed_tokens.weight", tied, {}),
-        (lambda name: False, one_layer, {"num_hidden_layers": 1}),
-        (lambda name: False, lambda config: {"vocab_size": 5}, {"ignore_mismatched_sizes": True}),
-    ],
-    ids=["tied head", "tied embedding", "layers left out on purpose", "shapes changed on purpose"],
-)
-def test_what_may_be_missing(models, tmp_path, drop, configure, options):
-    check_weights("model", damage(models["dense"], tmp_path / "model", drop, configure), options)
+@pytest.mark.parametrize("tensor", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_tied_tensor_may_be_missing(models, tmp_path, tensor):
+    path = damage(models["dense"], tmp_path / "model", lambda name: name == tensor, tie_word_embeddings=True)
+    check_weights("model", path, {})
+
+
+THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
 
 
 @pytest.mark.parametrize(
-    ("kind", "drop", "configure", "says"),
+    ("kind", "drop", "config", "says"),
     [
-        ("dense", lambda name: name == UP, lambda config: {}, [f"lack {UP}, "]),
-        ("sharded", lambda name: name == UP, lambda config: {}, [f"lack {UP}, "]),
-        ("gpt2", lambda name: name.endswith("h.1.ln_1.weight"), lambda config: {}, ["h.1.ln_1.weight, "]),
-        ("dense", lambda name: False, three_layers, ["lack model.layers.2.input_layernorm.weight, ", "and 8 more"]),
-        ("dense", lambda name: False, one_layer, ["leaves out layers", "model.layers.1.", "num_hidden_layers"]),
-        ("dense", lambda name: name == "lm_head.weight", lambda config: {}, ["lack lm_head.weight"]),
-        ("dense", lambda name: "embed" in name or "head" in name, tied, ["lack model.embed_tokens.weight"]),
-        ("dense", lambda name: False, lambda config: {"intermediate_size": 32}, ["(32, 64)", "(32, 32)", "mlp."]),
-        ("experts", lambda name: name.startswith(EXPERT), lambda config: {}, ["layers.1.mlp.experts", "(3, ", "(4, "]),
-        ("experts", lambda name: name == f"{EXPERT}up_proj.weight", lambda config: {}, ["layers.1.mlp.experts.gate"]),
-        ("experts", lambda name: "experts" in name and "up" in name, lambda config: {}, ["mlp.experts.gate_up_proj"]),
-        ("packed", lambda name: name == UP, lambda config: {}, [f"lack {UP}, "]),
-        ("packed", lambda name: name.startswith(UP), lambda config: {}, [f"lack {UP}, "]),
-        ("packed", lambda name: name == NORM, lambda config: {}, [f"lack {NORM}, "]),
-        ("packed", lambda name: False, one_layer, ["leaves out layers"]),
+        ("sharded", lambda name: name == UP, {}, f"lack {UP}, "),
+        ("gpt2", lambda name: name.endswith("h.1.ln_1.weight"), {}, "h.1.ln_1.weight, "),
+        ("dense", lambda name: False, THREE, "lack model.layers.2.input_layernorm.weight, "),
+        ("dense", lambda name: "embed" in name or "head" in name, {"tie_word_embeddings": True}, "embed_tokens"),
     ],
 )
-def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(
-    models, tmp_path, capfd, kind, drop, configure, says
-):
-    path = damage(models[kind], tmp_path / "model", drop, configure)
+def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(models, tmp_path, capfd, kind, drop, config, says):
+    path = damage(models[kind], tmp_path / "model", drop, **config)
     with pytest.raises(ValueError, match="=") as error:
         check_weights("model_name_or_path", path, {})
-    for text in (f"model_name_or_path='{path}'", *says):
-        assert text in str(error.value)
-    assert "\n" not in str(error.value)
+    assert f"model_name_or_path='{path}'" in str(error.value)
+    assert says in str(error.value)
     assert capfd.readouterr().err == ""  # neither a table nor a progress bar
 
 
-def test_merged_tensors_are_named_in_a_terminal_too(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(loading_report, "_style", lambda text, color: f"\x1b[35m{text}\x1b[0m")
-    path = damage(models["experts"], tmp_path / "model", lambda name: name == f"{EXPERT}up_proj.weight")
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\. Restore"):
-        check_weights("model", path, {})
-
-
-def test_merged_scales_of_packed_weights_have_names_of_their_own(models, tmp_path):
-    """As GPTQ's: the tensor of a layer has another name than the plain one."""
-    folder = Path(damage(models["dense"], tmp_path / "model"))
-    tensors = load_file(folder / "model.safetensors")
-    packed = {name.replace("proj.weight", "proj.qweight"): tensor for name, tensor in tensors.items()}
-    save_file(packed, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack .*proj.weight"):
-        check_weights("model", str(folder), {})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    check_weights("model", str(folder), {})
-
-
-def without(tensor: str, source: str, folder: Path) -> str:
-    return damage(Path(source), folder, lambda name: name == tensor)
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda name: name.startswith("model.layers.1.mlp.experts.3."),
+        lambda name: name == "model.layers.1.mlp.experts.3.up_proj.weight",
+    ],
+)
+def test_a_missing_part_of_a_merged_tensor_raises_too(models, tmp_path, drop):
+    with pytest.raises((ValueError, RuntimeError)):
+        check_weights("model", damage(models["experts"], tmp_path / "model", drop), {})
 
 
 def test_trainer_rejects_policy_and_reward_model(tiny_model, tmp_path):
-    broken = without(UP, tiny_model, tmp_path / "broken")
+    broken = damage(Path(tiny_model), tmp_path / "broken", lambda name: name == UP)
     with pytest.raises(ValueError, match=rf"model='{broken}': its files lack {UP}"):
         make_trainer(broken, tmp_path / "run")
     with pytest.raises(ValueError, match=rf"reward_funcs='{tiny_model}': its files lack score.weight"):
         make_trainer(tiny_model, tmp_path / "run", trainer_arguments={"reward_funcs": tiny_model})
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_rejected(tiny_model, tmp_path, value):
-    data = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS})}
-    for kind, field in ((AutoModelForCausalLM, "model"), (AutoModelForSequenceClassification, "reward_funcs")):
-        model = kind.from_pretrained(tiny_model, num_labels=1)
-        model.get_parameter(UP).data[3, 4] = value
-        model.save_pretrained(tmp_path / field)
-        shutil.copy(f"{tiny_model}/tokenizer.json", tmp_path / field)
-        shutil.copy(f"{tiny_model}/tokenizer_config.json", tmp_path / field)
-        policy = str(tmp_path / "model") if field == "model" else tiny_model
-        rewards = {} if field == "model" else {"reward_funcs": str(tmp_path / field)}
-        with pytest.raises(ValueError, match=rf"{field}='{tmp_path / field}': {UP} has NaN or infinite values"):
-            make_trainer(policy, tmp_path / "run", trainer_arguments=data | rewards)
 
 
 def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_model, tmp_path, capsys):

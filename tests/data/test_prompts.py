@@ -12,7 +12,6 @@ from transformers import AutoTokenizer
 
 from opo_trl.data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
 from opo_trl.data.prompts import Style
-from opo_trl.rewards.boxes import final_answer
 
 
 def make(*pairs: tuple[object, object]) -> datasets.Dataset:
@@ -69,15 +68,6 @@ class TestPrompts:
             "  'no solution': its solution is of type NoneType, not a string",
         ]
 
-    def test_digits_stay_text_next_to_a_number(self, tmp_path: Path):
-        file = tmp_path / "some.jsonl"
-        file.write_text('{"problem": "2+2=", "solution": "4"}\n{"problem": "1+1=", "solution": 2}\n')
-        assert to_prompts(load_problems(str(file)), style="plain")["solution"][:] == ["4", "2"]
-
-    def test_numbers_are_not_problems(self):
-        with pytest.raises(ValueError, match=r": '3': its problem is of type int, not a string"):
-            to_prompts(make((3, r"\boxed{1}")))
-
     def test_a_long_list_of_names_is_cut(self, caplog: pytest.LogCaptureFixture):
         to_prompts(make(*[(f"bad {i}", "1") for i in range(25)], ("fine", r"\boxed{1}")))
         lines = caplog.records[0].getMessage().splitlines()
@@ -101,10 +91,6 @@ class TestOverlap:
         assert without_overlap(held_out, training)["problem"][:] == ["New", "what is $1 + 1$?"]
         assert "1 of 3 rows of the held-out set are in the training set" in caplog.text
         assert "  'What is $1 + 1$? '\n" in caplog.text
-
-    def test_without_overlap_nothing_is_logged(self, caplog: pytest.LogCaptureFixture):
-        assert len(without_overlap(make(("a", "1")), make(("b", "1")))) == 1
-        assert not caplog.records
 
     def test_no_row_left_is_an_error(self):
         with pytest.raises(ValueError, match=r"dataset_test_split: all 1 rows .* Change `dataset_test_split`"):
@@ -151,26 +137,14 @@ class TestMath:
         assert "'For any integer $n>1$, the number of prime numbers greater t': its solution has no final" in message
         assert "'You are given a sequence of $58$ terms; each term has the fo': its solution has no final" in message
 
-    def test_boxes_without_braces(self, math: str):
-        bare = [s for s in load_problems(math)["solution"] if "\\boxed " in s and "\\boxed {" not in s]
-        assert [final_answer(solution) for solution in bare] == ["2", "9"]
-
     def test_one_problem_of_level_4_is_in_both_splits(self, math: str, caplog: pytest.LogCaptureFixture):
         train, test = (load_problems(math, split=split, levels=["Level 4"]) for split in ("train", "test"))
         assert len(without_overlap(test, train)) == 1213
         assert "'A parabola with equation $y=x^2+bx+c$ passes" in caplog.text
 
-    def test_prompts_of_qwen3(self, math: str, qwen3):
-        prompts = to_prompts(load_problems(math, levels=["Level 3"], fraction=0.01))
-        content = prompts[0]["prompt"][0]["content"]
-        expected = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        assert qwen3.apply_chat_template(prompts[0]["prompt"], add_generation_prompt=True, tokenize=False) == expected
-        assert "\\" in content
-        assert "\n\nPlease reason step by step" in content
-
     @pytest.mark.parametrize(
         ("split", "level", "median", "longest"),
-        [("train", "Level 3", 43, 903), ("train", "Level 4", 51, 795), ("test", "Level 4", 51, 791)],
+        [("train", "Level 3", 43, 903)],
     )
     def test_prompt_lengths(self, math: str, qwen3, split: str, level: str, median: int, longest: int):
         problems = load_problems(math, split=split, levels=[level])

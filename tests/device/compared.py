@@ -12,6 +12,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
+from guessing import GAMES, Guessing
 from helpers import (
     EXACT,
     PROMPTS,
@@ -31,10 +32,8 @@ from helpers import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
-from opo_trl import OPOTrainer, RolloutTrainer
+from opo_trl import OPOTrainer
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.data import to_prompts
-from opo_trl.data.guessing import Guessing, make_games
 
 
 PASSES = {"num_iterations": 2, "max_staleness": 2, "max_steps": 6}
@@ -131,10 +130,9 @@ def converses(kind: str) -> dict[str, Any]:
         """
         return "higher: 3 to 7" if number < 5 else "right"
 
-    games = to_prompts(Dataset.from_list(make_games("train", ["Level 4"])), instruction="")
     if kind == "environment":
-        return generates(reward=None, train_dataset=games, environment_factory=Guessing)
-    return generates(train_dataset=games, tools=[guess])
+        return generates(reward=None, train_dataset=GAMES, environment_factory=Guessing)
+    return generates(train_dataset=GAMES, tools=[guess])
 
 
 def on_device(*arguments: Any, resume: str | None = None, **options: Any) -> Recording:
@@ -154,7 +152,7 @@ def check(trainer: Trainer) -> None:
         "moments": [each for each in tensors([*trainer.optimizer.state.values()]) if each.ndim],
         "reference": list(reference.parameters()) if reference else [],
     }
-    if isinstance(trainer, RolloutTrainer):
+    if isinstance(trainer, OPOTrainer):
         held |= {"replay": [*trainer._replay.rollouts], "parts of the rollout": trainer._buffered_inputs}
     for name, value in held.items():
         elsewhere = {str(each.device) for each in tensors(value)} - {str(args.device)}

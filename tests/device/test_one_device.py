@@ -39,7 +39,7 @@ from helpers import (
 from peft import LoraConfig
 from PIL import Image
 from tiny_special import vision_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate
 from opo_trl.train import main
@@ -242,13 +242,6 @@ def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path, trainer
     assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0, 1, 1]
     kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True, map_location="cpu")
     assert (kept["step"], len(kept["micro_batches"])) == (2, 2)
-
-
-def test_weights_that_are_not_finite_are_rejected(tiny_model, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    model.model.norm.weight.data[3] = torch.inf
-    with pytest.raises(ValueError, match=r"model\.norm\.weight.* has NaN or infinite values"):
-        make_trainer(model, tmp_path, use_cpu=False)
 
 
 # Asynchronous training

@@ -33,7 +33,6 @@ from helpers import (
     EXACT,
     RecordingBaseline,
     RecordingGRPO,
-    RecordingOPO,
     Script,
     logged,
     make_trainer,
@@ -43,7 +42,6 @@ from peft import LoraConfig
 from PIL import Image
 from processes import call
 from tiny_special import vision_model
-from transformers import AutoModelForCausalLM
 
 from opo_trl.evaluate import evaluate
 from opo_trl.train import main
@@ -171,14 +169,6 @@ def test_step_is_skipped_on_both_if_the_gradient_of_one_is_not_finite(tiny_model
     assert same_bits(second, third)
     kept = torch.load(tmp_path / f"skipped_step_{trainer.accelerator.process_index}.pt", map_location="cpu")
     assert kept["step"] == 2
-
-
-def test_weights_that_are_not_finite_on_one_process_are_rejected_on_both(tiny_model, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    if RecordingOPO.config_class(str(tmp_path), bf16=False).process_index == 1:
-        model.model.norm.weight.data[3] = torch.inf
-    with pytest.raises(ValueError, match=r"model\.norm\.weight.* has NaN or infinite values"):
-        make_trainer(model, tmp_path, use_cpu=False)
 
 
 def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):

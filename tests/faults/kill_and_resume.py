@@ -1,11 +1,11 @@
 """
-Kill a run with SIGKILL at random points, resume it, and compare the result with the uninterrupted run bitwise.
+Kill a run with SIGKILL at random writes, resume it, and compare the result with the uninterrupted run bitwise.
 
     PYTHONPATH=tests python -m faults.kill_and_resume [--kills 20] [--seed 0]
 
 The run is the canonical one with completions that the policy samples, so that random states matter. It saves a
-checkpoint every second optimizer step and keeps two: in the middle of a rollout's first iteration, in its second one,
-and at its end. It is killed before or after any micro-step, or at any time during a save.
+checkpoint every second optimizer step and keeps two: in each pass over a rollout, between passes, and at its end. One
+of its processes kills itself when it opens, creates, renames or removes a file of the run for the n-th time.
 
 Ends with status 1 if a resumed run differs from the uninterrupted one.
 """
@@ -18,148 +18,78 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from helpers import without_times
-from invariance.canonical import STEPS, Form, make_trainer, weights
+from invariance.canonical import Form, make_trainer, weights
 from invariance.launch import launch, logs
 from tiny import save_tiny_model
 
-from opo_trl import OPOTrainer
-from opo_trl.rollout import checkpoint, position
+from opo_trl.rollout import position
 
 
-SAVE_STEPS = 2
 # Log entries cover three optimizer steps, so some checkpoints lie between them.
-SAVING = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_total_limit": 2, "logging_steps": 3}
-
-# About the duration of a save of the tiny model, by number of processes.
-_SAVE_SECONDS = {1: 0.03, 4: 0.3}
-
-# What a save does, in this order: which call, and whether the process dies before or after it.
-PLACES = {
-    "before the model": (OPOTrainer, "save_model", "before"),
-    "after the model": (OPOTrainer, "save_model", "after"),
-    "after the optimizer": (OPOTrainer, "_save_optimizer_and_scheduler", "after"),
-    "before the manifest": (checkpoint, "finalize", "before"),
-    "after the manifest": (checkpoint, "finalize", "after"),
-    "before the manifest is completed": (checkpoint, "finish", "before"),
-    "before an old one is deleted": (checkpoint, "rotate", "before"),
-    "after a file of an old one is deleted": (os, "unlink", "after"),
-    "after an old one is deleted": (checkpoint, "rotate", "after"),
-}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "logging_steps": 3}
+# Three passes over each rollout, the later ones over groups of it and the one before: nine steps per rollout.
+REPLAY = {**SAVING, "num_iterations": 3, "max_staleness": 1}
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+ENTROPY = {"use_adaptive_entropy": True, "entropy_target": 4.0, "entropy_coef_max": 0.1}
+# Rewards are fractions of even tokens: with completions of one token, some groups have zero variance.
+DYNAMIC = {**SAVING, "max_sampling_rounds": 3, "num_generations": 4, "max_completion_length": 1}
 
 ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
-LORA = replace(ONE, name="LoRA, 1 process", lora=True)
-# Rewards are fractions of even tokens: with completions of one token, some groups have zero variance.
-DYNAMIC = replace(
-    ONE,
-    name="dynamic sampling, 1 process",
-    options={**SAVING, "max_sampling_rounds": 3, "num_generations": 4, "max_completion_length": 1},
+TWO = Form("replay, 2 processes", rows=4, processes=2, config="multi_gpu", sampled=True, options=REPLAY)
+ZERO3 = replace(TWO, name="replay, moving reference, zero3", config="zero3", options={**REPLAY, **MOVING})
+FSDP2 = replace(ZERO3, name="replay, moving reference, fsdp2", config="fsdp2")
+QUICK = (
+    replace(ONE, name="replay, moving reference, adaptive entropy", options={**REPLAY, **MOVING, **ENTROPY}),
+    replace(ONE, name="dynamic sampling, LoRA", lora=True, options=DYNAMIC),
+    TWO,
+    ZERO3,
 )
-# Three passes over each rollout, the later ones over groups of it and the one before: nine steps per rollout.
-REPLAY = replace(ONE, name="replay, 1 process", options={**SAVING, "num_iterations": 3, "max_staleness": 1})
-ZERO3 = Form("zero3, 4 processes", rows=2, processes=4, config="zero3", sampled=True, options=SAVING)
+FOUR = replace(TWO, rows=2, processes=4)
 FORMS = (
     ONE,
-    LORA,
-    DYNAMIC,
-    ZERO3,
-    replace(ZERO3, name="LoRA, zero3, 4 processes", lora=True),
-    replace(ZERO3, name="zero2, 4 processes", config="zero2"),
-    replace(ZERO3, name="fsdp2, 4 processes", config="fsdp2"),
-    replace(ZERO3, name="multi_gpu, 4 processes", config="multi_gpu"),
-    REPLAY,
-    replace(ZERO3, name="replay, zero3, 4 processes", options=REPLAY.options),
+    *QUICK,
+    FSDP2,
+    *(
+        replace(FOUR, name=f"{config}, 4 processes", config=config)
+        for config in ("multi_gpu", "zero2", "zero3", "fsdp2")
+    ),
+    replace(FOUR, name="LoRA, zero3, 4 processes", config="zero3", lora=True),
 )
 
 
-@dataclass(frozen=True)
-class Kill:
-    """
-    When a process kills itself.
-
-    Args:
-        micro_step: number of the micro-step, from 0, before which one process kills itself; or
-        save: number of the save, from 0, during which it does, either
-        seconds: this long after the save began, or
-        place: at one of `PLACES`.
-        process: which one; the launcher ends the others.
-    """
-
-    micro_step: int | None = None
-    save: int | None = None
-    seconds: float = 0.0
-    place: str | None = None
-    process: int = 0
-
-    def __str__(self) -> str:
-        when = f"{self.seconds * 1000:.0f} ms into save {self.save}"
-        return f"process {self.process} {when if self.micro_step is None else f'before micro-step {self.micro_step}'}"
-
-    @staticmethod
-    def at_random(form: Form, draw: random.Random) -> "Kill":
-        process = draw.randrange(form.processes)
-        if draw.random() < 0.5:
-            return Kill(micro_step=draw.randrange(STEPS * form.accumulation), process=process)
-        seconds = _SAVE_SECONDS[form.processes]
-        return Kill(save=draw.randrange(STEPS // SAVE_STEPS), seconds=draw.uniform(0, seconds), process=process)
-
-
-class Mortal(OPOTrainer):
-    """Kills its process at the chosen moment."""
-
-    kill: Kill | None = None
-    saves = 0
-
-    def training_step(self, *args, **kwargs):
-        if self._doomed and self._step == self.kill.micro_step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(*args, **kwargs)
-
-    def _save_checkpoint(self, *args, **kwargs):
-        doomed = self._doomed and self.saves == self.kill.save
-        self.saves += 1
-        if doomed and self.kill.place:
-            self._die_at(*PLACES[self.kill.place])
-        elif doomed:
-            death = threading.Thread(target=self._die_later, daemon=True)
-            death.start()
-        super()._save_checkpoint(*args, **kwargs)
-        if doomed:
-            death.join()  # dies right after the save at the latest
-
-    @property
-    def _doomed(self) -> bool:
-        return self.kill is not None and self.accelerator.process_index == self.kill.process
-
-    def _die_at(self, owner: object, name: str, when: str):
-        call = getattr(owner, name)
-
-        def die(*args, **kwargs):
-            if when == "after":
-                call(*args, **kwargs)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        setattr(owner, name, die)
-
-    def _die_later(self):
-        time.sleep(self.kill.seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(form: Form, model: str, folder: str, kill: Kill | None) -> None:
+def train(form: Form, model: str, folder: str, kill: tuple[int, int] | None) -> None:
     """In each process: resume from the last complete checkpoint, or start from the beginning."""
-    trainer = make_trainer(form, model, Path(folder), Mortal)
-    trainer.kill = kill
+    trainer = make_trainer(form, model, Path(folder))
+    process = trainer.accelerator.process_index
+    writes = _count_writes(folder, kill[1] if kill and kill[0] == process else None)
     trainer.train(resume_from_checkpoint="auto")
+    (Path(folder) / f"writes_{process}").write_text(str(len(writes)))
     trainer.save_model(str(Path(folder) / "end"))
     if trainer.accelerator.is_main_process:
         (Path(folder) / "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def _count_writes(folder: str, last: int | None) -> list[str]:
+    """The calls of this process that touch files of a folder, so far; it dies before the `last`."""
+    found: list[str] = []
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+            return
+        path = arguments[0]
+        of_tree = event == "os.remove" and not os.path.isabs(path)  # that is being deleted
+        if isinstance(path, str | os.PathLike) and (of_tree or os.fspath(path).startswith(folder)):
+            found.append(event)
+            if len(found) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return found
 
 
 def train_without_state(*arguments) -> None:
@@ -168,8 +98,8 @@ def train_without_state(*arguments) -> None:
     train(*arguments)
 
 
-def start(form: Form, model: str, folder: Path, kill: Kill | None = None, target=train) -> list[int]:
-    """Launch the run; returns the exit status of each process."""
+def start(form: Form, model: str, folder: Path, kill: tuple[int, int] | None = None, target=train) -> list[int]:
+    """Launch the run, with a `kill` of a process before one of its writes; returns the exit status of each process."""
     where = {"config": form.config, "processes": form.processes, "folder": folder}
     status = launch(target, form, model, str(folder), kill, **where)
     if kill is None and any(status):
@@ -177,18 +107,22 @@ def start(form: Form, model: str, folder: Path, kill: Kill | None = None, target
     return status
 
 
+def random_kill(
+    form: Form, reference: Path, draw: random.Random, share: tuple[float, float] = (0.0, 1.0)
+) -> tuple[int, int]:
+    """A process, and the number of one of its writes, in this share of those of an uninterrupted run."""
+    process = draw.randrange(form.processes)
+    total = int((reference / f"writes_{process}").read_text())
+    return process, min(1 + int(total * draw.uniform(*share)), total)
+
+
 def differences(folder: Path, reference: Path) -> list[str]:
     """Names of tensors and log entries that differ bitwise."""
     end, wanted = (weights(path / "end") for path in (folder, reference))
     different = [name for name in wanted if not torch.equal(end[name], wanted[name])]
-    log, wanted_log = (_log(path) for path in (folder, reference))
-    different += [f"log entry {i}" for i, pair in enumerate(zip(log, wanted_log, strict=True)) if pair[0] != pair[1]]
-    return different
-
-
-def _log(folder: Path) -> list[dict]:
-    entries = json.loads((folder / "log.json").read_text())
-    return [without_times(entry) for entry in entries]
+    log, wanted_log = (json.loads((path / "log.json").read_text()) for path in (folder, reference))
+    pairs = zip(map(without_times, log), map(without_times, wanted_log), strict=True)
+    return different + [f"log entry {number}" for number, (one, other) in enumerate(pairs) if one != other]
 
 
 def main() -> int:
@@ -196,34 +130,26 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="kills per form of the run")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments")
     arguments = parser.parse_args()
-    table = ["| run | kills | of these in a save | another result |", "| --- | --- | --- | --- |"]
-    failed = 0
+    table, failed = ["| run | kills | another result |", "| --- | --- | --- |"], 0
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         model = save_tiny_model(place / "model")
         for form in FORMS:
-            start(form, model, place / form.name)
+            reference, killed, bad = place / form.name, place / "killed", 0
+            start(form, model, reference)
             draw = random.Random(f"{arguments.seed} {form.name}")
-            kills = [Kill.at_random(form, draw) for _ in range(arguments.kills)]
-            bad = sum(not survives(form, kill, model, place / "killed", place / form.name) for kill in kills)
-            in_save = sum(kill.save is not None for kill in kills)
-            table.append(f"| {form.name} | {len(kills)} | {in_save} | {bad} |")
+            for _ in range(arguments.kills):
+                shutil.rmtree(killed, ignore_errors=True)
+                kill = random_kill(form, reference, draw)
+                status = start(form, model, killed, kill)
+                start(form, model, killed)
+                wrong = differences(killed, reference)
+                bad += bool(wrong) or -signal.SIGKILL not in status
+                print(f"{form.name}: process, write {kill}: {', '.join(wrong[:3]) or 'the same bits'}", flush=True)
+            table.append(f"| {form.name} | {arguments.kills} | {bad} |")
             failed += bad
     print("", *table, sep="\n")
     return int(failed > 0)
-
-
-def survives(form: Form, kill: Kill, model: str, folder: Path, reference: Path) -> bool:
-    """Kill and resume once, print what happened, and return whether the result is the reference's."""
-    shutil.rmtree(folder, ignore_errors=True)
-    status = start(form, model, folder, kill)
-    resumed_from = checkpoint.last_complete(str(folder))
-    start(form, model, folder)
-    wrong = differences(folder, reference)
-    origin = Path(resumed_from).name if resumed_from else "the beginning"
-    outcome = f"{len(wrong)} differ: {', '.join(wrong[:3])}" if wrong else "the same bits"
-    print(f"{form.name}: {kill}; resumed from {origin}: {outcome}", flush=True)
-    return not wrong and -signal.SIGKILL in status
 
 
 if __name__ == "__main__":

@@ -73,15 +73,16 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("step", [2, 5], ids=["before the first checkpoint", "inside the second rollout"])
-def test_killed_command_resumes(uninterrupted: Path, tmp_path: Path, step: int):
-    assert stopped(tmp_path, signal.SIGKILL, step) == -signal.SIGKILL
+def test_killed_command_resumes(uninterrupted: Path, tmp_path: Path):
+    """Before the first checkpoint, and inside the second rollout."""
+    for step in (2, 5):
+        again = [] if step == 2 else ["--resume_from_checkpoint", "auto"]
+        assert stopped(tmp_path, signal.SIGKILL, step, *again) == -signal.SIGKILL
     assert_resumes(tmp_path, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path, number: signal.Signals):
-    folder = tmp_path / "run"
+def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path):
+    folder, number = tmp_path / "run", signal.SIGTERM
     assert stopped(tmp_path, number, 1, "--save_steps", "1000") == 128 + number
     (saved,) = folder.glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
@@ -145,22 +146,13 @@ def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None
         trainer.train()
 
 
-@pytest.mark.parametrize("signalled", [False, True], ids=["at the end", "after a signal"])
-def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path, signalled: bool):
-    def stop_one(processes):
-        if signalled:
-            wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
-            os.kill(processes[1].pid, signal.SIGTERM)
-
-    fields = {"max_steps": 9999 if signalled else 2, "per_device_train_batch_size": 6, **DEVICE_FIELDS}
-    further = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
-    status = launch(train, tmp_path / "run", *further, **where)
-    assert set(status) <= ({128 + signal.SIGTERM, -signal.SIGKILL} if signalled else {0}), logs(tmp_path)
-    for number in range(2):  # after a signal, the launcher kills the other when the first one ends
-        if status[number] >= 0:
-            (threads,) = re.findall("threads: .*", (tmp_path / f"process_{number}.log").read_text())
-            assert "gloo" not in threads
+def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path):
+    further = ("--max_steps", "2", "--per_device_train_batch_size", "6")
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": SECONDS}
+    assert launch(train, tmp_path / "run", *further, **where) == [0, 0], logs(tmp_path)
+    for number in range(2):
+        (threads,) = re.findall("threads: .*", (tmp_path / f"process_{number}.log").read_text())
+        assert "gloo" not in threads
 
 
 def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):

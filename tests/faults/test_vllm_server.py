@@ -14,8 +14,7 @@ import requests
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.generation.vllm_client import VLLMClient as SynchronousClient
 
-from opo_trl import AsyncOPOConfig, OPOConfig
-from opo_trl.launch.preflight import await_health
+from opo_trl import OPOConfig
 from opo_trl.rollout.vllm_server import status, watched, without_password
 
 
@@ -104,10 +103,7 @@ def test_server_that_is_gone_is_named(server):
     ("code", "location", "body", "said"),
     [
         (400, None, "<html>", "Exception: Request failed: 400, <html>"),
-        (200, None, "<html>", "JSONDecodeError"),
         (200, None, "{}", "KeyError: 'choices'"),
-        (200, None, '{"choices": [{"token_ids": [3]}]}', "KeyError: 'prompt_token_ids'"),
-        (200, None, '{"choices": null}', "TypeError"),
         (302, "/", "", "TooManyRedir"),
     ],
 )
@@ -130,9 +126,7 @@ def test_server_that_fails_is_named_with_its_answer(server, code, location, body
     ("code", "header"),
     [
         (302, ("Location", "/health")),
-        (302, ("Location", "http://[::1/")),
         (302, ("Location", "ftp://\x1b[2J")),
-        (200, ("Content-Length", "9")),  # and nothing follows, as of a server that ends
         (200, ("Transfer-Encoding", "chunked")),
     ],
 )
@@ -149,8 +143,6 @@ def test_answer_that_cannot_be_read_is_an_answer_too(server, code, header):
     assert isinstance(said, str)
     assert said.isprintable()
     assert said != 200
-    with pytest.raises(ValueError, match=r"/health answered \w+: .*start `vllm serve` on a free port"):
-        await_health(url(server), "vllm_server_base_url", 0.1, start="vllm serve")
 
 
 # Addresses
@@ -160,59 +152,15 @@ def test_answer_that_cannot_be_read_is_an_answer_too(server, code, header):
     ("address", "path"),
     [
         ("http://127.0.0.1:{}/", "/health"),
-        ("HTTP://LocalHost:{}", "/health"),
         ("http://me:secret@127.0.0.1:{}/", "/health"),
-        ("http://m%65:secret@127.0.0.1:{}", "/health"),
         ("http://127.0.0.1:{}/behind/a/proxy/", "/behind/a/proxy/health"),
     ],
 )
-@pytest.mark.parametrize("config", [OPOConfig, AsyncOPOConfig])
-def test_address_that_trl_takes_is_waited_for(server, tmp_path, config, address, path):
+def test_address_that_trl_takes_is_waited_for(server, tmp_path, address, path):
     server.RequestHandlerClass.path_of_health = path
     address = address.format(server.server_port)
-    args = config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
-    await_health(args.vllm_server_base_url, "vllm_server_base_url", 0.0, start="vllm serve")
+    args = OPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
     VLLMClient(args.vllm_server_base_url, 0.0).wait_for_server_ready()
-
-
-@pytest.mark.parametrize(
-    ("address", "shown"),
-    [
-        ("localhost:8000", "localhost:8000"),
-        ("me:secret@localhost:8000", "***@localhost:8000"),
-        ("ftp://me:secret@localhost", "ftp://***@localhost"),
-        ("http://me:sec/ret@localhost", "http://***@localhost"),
-        ("http://localhost:8000?key=secret", "http://localhost:8000?***"),
-        ("http://me:secret@localhost/v1?key=secret#x", "http://***@localhost/v1?***"),
-        (" http://localhost", " http://localhost"),
-        ("http://local host", "http://local host"),
-        ("http://::1:8000", "http://::1:8000"),
-        ("http://[:::]:8000", "http://[:::]:8000"),
-        ("http://localhost:99999", "http://localhost:99999"),
-        ("http://local..host", "http://local..host"),
-        ("http://", "http://"),
-    ],
-)
-@pytest.mark.parametrize("config", [OPOConfig, AsyncOPOConfig])
-def test_address_that_trl_does_not_take_is_rejected_without_its_secrets(tmp_path, config, address, shown):
-    with pytest.raises(ValueError, match="vllm_server_base_url=") as raised:
-        config(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
-    assert f"vllm_server_base_url={shown!r} is not allowed" in str(raised.value)
-    assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize(("host", "shown"), [("::1", "::1"), ("a b", "a b"), ("me:secret@host", "***@host")])
-def test_host_that_trl_does_not_take_is_rejected(tmp_path, host, shown):
-    with pytest.raises(ValueError, match="Set `vllm_server_host`") as raised:
-        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, vllm_server_host=host)
-    assert f"vllm_server_host={shown!r} is not allowed" in str(raised.value)
-
-
-def test_proxy_without_its_server_is_waited_for(server, monkeypatch):
-    monkeypatch.setattr(server.RequestHandlerClass, "send_response", lambda self, _: send(self, 502))
-    send = BaseHTTPRequestHandler.send_response
-    with pytest.raises(ValueError, match=r"only status 502 was answered at http.*vllm_server_timeout=0\.1 seconds"):
-        await_health(url(server), "vllm_server_base_url", 0.1, start="vllm serve")
 
 
 def test_errors_of_trl_do_not_print_the_password(server):

@@ -122,7 +122,7 @@ def stop(completions, solution, **columns):
 def test_reward_that_fails_in_an_evaluation_is_named(tmp_path, capsys):
     assert train(tmp_path, reward_funcs="test_async_recipe.one_too_many", report_size=1) == 1
     said = capsys.readouterr().err
-    assert "The reward function one_too_many has returned 2 values for 1 completions" in said
+    assert "The reward function one_too_many has raised ValueError: 2 values for 1 completions" in said
     assert "Traceback" not in said
 
 

@@ -37,9 +37,7 @@ def texts(data: Dataset) -> set[str]:
     [
         ({}, 20),
         ({"validation_steps": 5}, 20),
-        ({"report_levels": [], "validation_steps": 5}, 20),
         ({"report_levels": [], "eval_strategy": "epoch"}, 20),
-        ({"test_fraction": 0.1}, 10),
         ({"test_fraction": 0.1, "report_levels": []}, 10),
         ({"report_levels": []}, 0),  # nothing is measured
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import USE_CPU
+from transformers import AutoTokenizer
 from trl.scripts import grpo
 
 from opo_trl import train
@@ -145,7 +146,7 @@ def test_mixture_of_datasets(folder: Path):
     mixture = {"datasets": [{"path": "./data"}, {"path": "./more", "columns": ["prompt", "solution", "source"]}]}
     fields = {name: value for name, value in RECIPE.items() if name != "dataset_name"} | mixture
     script, args, *_ = recipe.parse(["--config", write(folder, fields | {"test_split_size": 4})])
-    tokenizer = train.preflight.load_tokenizer("./model", revision=None, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained("./model")
     data = load_data(script, args, tokenizer)
     assert len(data.training) == 12
     assert data.plan.startswith("12 prompts of ./data + ./more (train)")
@@ -203,7 +204,7 @@ def test_first_split_decides_what_is_taken_for_what(folder: Path):
     )
     (folder / "data" / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     script, args, *_ = recipe.parse(["--config", write(folder, RECIPE)])
-    tokenizer = train.preflight.load_tokenizer("./model", revision=None, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained("./model")
     data = load_data(script, args, tokenizer)
     assert data.prompt_style == "chat"
     assert "problem is its column 'question'; solution is its column 'answer'" in data.plan

@@ -19,7 +19,7 @@ from benchmarks.record import Limit, measure_missing
 ROOT = Path(__file__).resolve().parents[2]
 
 # What `benchmarks/gpu/run.sh` writes, and the number of cases at tiny size.
-PARTS = {"memory.json": 6, "update_phase.json": 2}
+PARTS = {"update_phase.json": 2}
 TRIALS, REPORTS = 7 * 2, 7 * 2 * 2
 
 
@@ -207,14 +207,14 @@ def test_first_case_starts_only_if_its_estimate_fits(tmp_path):
 @pytest.mark.slow
 def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(library, shared, tmp_path):
     def run(limit: int) -> str:
-        options = {"TINY": "1", "LIMIT_SECONDS": str(limit), "PARTS": "checks memory update_phase online recorded"}
+        options = {"TINY": "1", "LIMIT_SECONDS": str(limit), "PARTS": "checks update_phase online recorded"}
         env = environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="0", **options)
         command = [shared / "tools" / "fakecuda" / "run.sh", ROOT / "benchmarks" / "gpu" / "run.sh", tmp_path]
         status, printed = run_to_its_end(command, env, limit=900)
         assert status == 0, printed[-6000:]
         return printed
 
-    assert run(0).count("no time left, the same command resumes") == 5
+    assert run(0).count("no time left, the same command resumes") == 4
     assert "10 passed" in run(3000)
     results = {part: json.loads((tmp_path / part).read_text()) for part in PARTS}
     for part, cases in PARTS.items():
@@ -223,8 +223,6 @@ def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(librar
         assert len(found["cases"]) == cases
         assert found["device"].startswith("pretend GPU")
         assert "out of memory" not in found["cases"].values()
-    for case in results["memory.json"]["cases"].values():
-        assert 0 < case["optimizer step"][1] < case["update"][1]
     for case in results["update_phase.json"]["cases"].values():
         assert 0 < case["OPO"]["peak_memory"] < 1e9
         assert case["OPO"]["planned_memory"] > 0

@@ -7,31 +7,20 @@ import pytest
 from benchmarks import real_model
 from benchmarks.objectives import published
 from benchmarks.real_model import METHODS, SEEDS, TASKS, Run, stages
-from opo_trl import methods
-from opo_trl.config import OPOConfig, RolloutConfig
 from opo_trl.launch.recipe import parse
-
-
-@pytest.fixture
-def registered():
-    kept = [*methods.METHODS]
-    for method in (real_model.SIMPLE, *real_model.LOSSES.values()):
-        methods.register(method)
-    yield
-    methods.METHODS[:] = kept
+from opo_trl.objectives import objective_named
 
 
 @pytest.mark.parametrize("tuning", [True, False])
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_command_line_asks_for_what_the_plan_says(method, task, tuning, registered, tmp_path):
+def test_command_line_asks_for_what_the_plan_says(method, task, tuning, tmp_path):
     run = Run(method, task, 2e-5, 3, tuning)
     script, args, _, _ = parse(run.command_line(tmp_path))
     assert script.levels == script.report_levels == [task]
     assert script.dataset_test_split == ("validation" if tuning else "test")
     assert (args.learning_rate, args.seed, args.generation_batch_size) == (2e-5, 3, real_model.COMPLETIONS)
     assert args.max_completions == (384 if tuning else 768)
-    assert type(args) is (RolloutConfig if task == "addition" and METHODS[method] != "opo" else OPOConfig)
     assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
 
 
@@ -46,13 +35,11 @@ def test_run_with_lora_differs_from_opos_in_adapters_and_rate(tmp_path):
     assert {name for name, value in args.to_dict().items() if value != theirs[name]} == {"learning_rate"}
 
 
-def test_objectives_are_the_packages_and_those_of_the_ablation(registered, tmp_path):
+def test_objectives_are_the_packages_and_those_of_the_ablation(tmp_path):
     """Clip ranges are the recipes', with which these losses run on the other task."""
-    known = methods.by_trainer()
-    assert known["simple"].trainer_class.objective_class is real_model.TruncatedReinforce
     for name, loss in real_model.LOSSES.items():
         recipe = parse(Run(name, "addition", 1e-5, 3, False).command_line(tmp_path))[1]
-        objective = known[loss.name].trainer_class.objective_class
+        objective = objective_named(loss)
         assert issubclass(objective, getattr(published, name))
         assert objective.low == objective.high == recipe.epsilon
 

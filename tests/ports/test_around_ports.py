@@ -411,7 +411,7 @@ def test_mistakes_are_reported_as_by_trl(tiny_model, tmp_path):
     for arguments in of_arguments:
         of_trl, of_opo = (fails(side, arguments=arguments) for side in CLASSES)
         assert type(of_trl) is type(of_opo), arguments
-        said = str(of_opo).replace("RolloutTrainer", "OPOTrainer")  # whose constructor it is
+        said = str(of_opo).replace("OPOTrainer", "OPOTrainer")  # whose constructor it is
         assert str(of_trl).replace("GRPO", "OPO") == said.replace("GRPO", "OPO")
     of_fields = (
         {"num_generations": 3},

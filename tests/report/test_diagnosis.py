@@ -534,7 +534,7 @@ GOOD = json.dumps(rows_of(1)[0])
 BAD = {
     "empty.csv": (b"", "found nothing"),
     "empty.jsonl": (b"", "found nothing"),
-    "empty.json": (b"", "it is empty"),
+    "empty.json": (b"", "Expecting value"),
     "header.csv": (b"step,reward\n", "found nothing"),
     "none.json": (b"[]", "found nothing"),
     "sft.jsonl": (b'{"step": 1, "loss": 2.5, "grad_norm": 1, "entropy": 1}\n', "found entropy, grad_norm, loss, step"),
@@ -547,10 +547,10 @@ BAD = {
     "list.json": (b"[1, 2]", "it holds [1, 2], not rows"),
     "mapping.json": (b'{"reward": 0.5}', "it holds reward, but neither `log_history` nor `rows`"),
     "history.json": (b'{"log_history": {"step": 1}}', "not rows with names"),
-    "deep.json": (b'{"a":' * 10**5, "nested more than 64 deep"),
-    "deep.jsonl": (b'{"step": 1, "metrics": "' + b'{\\"a\\":' * 10**4 + b'"}\n', "nested more than 64 deep"),
+    "deep.json": (b'{"a":' * 10**5, "nested too deeply"),
+    "deep.jsonl": (b'{"step": 1, "metrics": "' + b'{\\"a\\":' * 10**4 + b'"}\n', "nested too deeply"),
     "binary.csv": (bytes(range(256)) * 8, "not the log"),
-    "binary.json": (bytes(range(128, 256)), "cannot be read"),
+    "binary.json": (bytes(range(128, 256)), "Expecting value"),
     "pickle.bin": (b"\x80\x04.", "its name ends with '.bin'"),
     "quotes.csv": (b'step,reward\n1,"0.5\n', "unexpected end of data"),
     "field.csv": (b"step,reward\n1," + b"x" * 200_000, "`reward` is 'xxx"),
@@ -579,7 +579,7 @@ BAD = {
         json.dumps({"a": dict.fromkeys(range(2**13))} | {str(n): {} for n in range(1000)}).encode(),
         "4,190",
     ),
-    "cut.json": (b'{"log_history": [{"step": 1, "rew', "cannot be read"),
+    "cut.json": (b'{"log_history": [{"step": 1, "rew', "Unterminated string"),
     "middle.jsonl": (b'{"step": 1, \n' + GOOD.encode() + b"\n", "line 1"),
 }
 

@@ -62,7 +62,7 @@ WRITTEN = [
         "summary.json",
         "report.html",
         "skipped_step_0.pt",
-        "_log.jsonl.0a1b2c3d.part",
+        "_log.jsonl.part",
     ),
     *("checkpoint-4/model.safetensors", "_checkpoint-8/trainer_state.json", "model-00001-of-00002.safetensors"),
     *("config.json", "tokenizer.json", "merges.txt", "adapter_config.json", "training_args.bin", "README.md"),

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -53,11 +54,9 @@ def none_alive(pids: list[int]) -> bool:
     ("fate", "timeouts", "errors"),
     [
         ("hang in native code", 1, 0),
-        ("sleep", 1, 0),
         ("allocate", 0, 1),
         ("raise", 0, 1),
         ("exit", 0, 1),
-        ("return text", 0, 1),
         ("unscorable", 0, 0),
     ],
 )
@@ -76,16 +75,11 @@ def test_worker_that_dies_costs_one_completion(by_fate, fate):
     assert by_fate.errors + by_fate.timeouts == 1
 
 
-def test_warning_says_how_many_failed_and_why(by_fate, caplog):
-    score(by_fate, ["sleep", "raise", "1"])
-    assert "by_fate could not score 2 of 3 completions: 1 took longer than 2.0 seconds, 1 failed" in caplog.text
-    assert "Unpicklable: cannot be rebuilt" in caplog.text
-
-
-def test_warning_is_short_and_one_line_that_no_terminal_obeys(by_fate, caplog):
-    score(by_fate, ["raise what a terminal obeys"])
+def test_warning_says_how_many_failed_and_why_in_one_line_that_no_terminal_obeys(by_fate, caplog):
+    score(by_fate, ["sleep", "raise what a terminal obeys", "raise", "1"])
+    assert "by_fate could not score 3 of 4 completions: 1 took longer than 2.0 seconds, 2 failed" in caplog.text
     assert r"ValueError: \x1b[2J\x00" in caplog.text
-    assert len(caplog.messages[-1]) < 400
+    assert len(caplog.messages[-1]) < 500
     assert caplog.messages[-1].isprintable()
 
 
@@ -109,7 +103,10 @@ def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory():
 
 def test_worker_gets_one_completion_and_its_columns():
     reward = IsolatedReward(scorers.seen, workers=1)
-    assert reward(["a", "bcd"], level=["Level 3"] * 2, trainer_state=object(), log_metric=print) == [1.0, 3.0]
+    assert reward(["a", "bcd"], level=["Level 3"] * 2, trainer_state=object(), environments=[object()] * 2) == [
+        1.0,
+        3.0,
+    ]
     reward.close()
 
 
@@ -117,14 +114,6 @@ def test_workers_import_neither_torch_nor_trl():
     reward = IsolatedReward(scorers.loaded, workers=1)
     assert reward(["opo_trl.rewards.scoring", "torch", "trl", "datasets", "transformers"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
     reward.close()
-
-
-@pytest.mark.parametrize("module", ["rewards.scoring", "rewards.accuracy", "data.arithmetic"])
-def test_module_that_workers_import_needs_no_library_for_training(module):
-    libraries = ("torch", "trl", "datasets", "transformers")
-    code = f"import sys, opo_trl.{module}; print([name for name in {libraries} if name in sys.modules])"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
-    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "[]\n"
 
 
 @pytest.mark.parametrize("told", ["workers", "fork server"])
@@ -153,29 +142,11 @@ def test_idle_workers_may_be_killed():
 # What it takes
 
 
-async def later(completions, **columns):
-    return [1.0 for _ in completions]
-
-
-class Later:
-    async def __call__(self, completions, **columns):
-        return await later(completions)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"workers": 0}, "workers=0 is not allowed"),
-        ({"timeout": 0}, "timeout=0 is not allowed"),
-        ({"memory": 64}, "memory=64 is not allowed. Set `memory` to 512 or more"),
-        ({"reward": later}, "is asynchronous, but nothing awaits it"),
-        ({"reward": Later()}, "is asynchronous, but nothing awaits it"),
-        ({"reward": lambda completions, **kwargs: [0.0]}, "cannot be sent to a worker"),
-    ],
-)
-def test_argument_out_of_range_is_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        IsolatedReward(**{"reward": scorers.by_fate, **options})
+def test_too_little_memory_and_a_function_that_no_worker_can_import_are_rejected():
+    with pytest.raises(ValueError, match="memory=64 is too small"):
+        IsolatedReward(scorers.by_fate, memory=64)
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        IsolatedReward(lambda completions, **kwargs: [0.0])
 
 
 SCRIPT = """
@@ -196,7 +167,8 @@ reward(["…"], fate=["1"])
 if what == "raises":
     raise SystemExit(7)
 if what == "killed":
-    reward(["…"] * 100, fate=["start processes and hang"] * 100, pids=["started"] * 100)
+    print("hanging", flush=True)
+    reward(["…"] * 100, fate=["hang in native code"] * 100)
 """
 
 
@@ -217,36 +189,22 @@ def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path, what
     wait_until(lambda: none_alive([int(pid) for pid in out.split()[1:]]), 10)
 
 
-def test_killed_script_leaves_no_process_behind(tmp_path, monkeypatch):
-    """Neither workers that wait, nor one that hangs in native code, nor what that has started."""
-    monkeypatch.chdir(tmp_path)
+def test_killed_script_leaves_no_process_behind(tmp_path):
+    """Neither workers that wait, nor one that hangs in native code."""
     script = start(tmp_path, "killed")
-    wait_until(lambda: len(started(tmp_path)) == 4, 60)
+    assert [script.stdout.readline() for _ in range(3)][2] == "hanging\n"
+    time.sleep(1)
     left = [child.pid for child in psutil.Process(script.pid).children(recursive=True)]
-    assert len(left) >= 3 + 4
+    assert len(left) >= 3  # the worker, the fork server and its tracker of resources
     script.kill()
-    script.communicate()
     wait_until(lambda: none_alive(left), 20)
-
-
-def test_worker_that_is_killed_leaves_no_process_behind(by_fate, tmp_path):
-    files = [str(tmp_path / "started")] * 2
-    assert by_fate(["…"] * 2, fate=["start processes and hang", "1"], pids=files) == [None, 1.0]
-    assert len(started(tmp_path)) == 4
-    wait_until(lambda: none_alive(started(tmp_path)), 20)
-
-
-def started(folder: Path) -> list[int]:
-    file = folder / "started"
-    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
 
 def test_function_of_the_script_itself_is_rejected_with_the_fix(tmp_path):
     script = start(tmp_path, "own")
     _, err = script.communicate(timeout=60)
     assert script.returncode == 1
-    assert "cannot be sent to a worker process" in err
-    assert "a module other than the main script" in err
+    assert "reward=own is of the main script. Define it in a module of its own." in err
 
 
 def test_workers_that_cannot_start_are_an_error():
@@ -265,18 +223,17 @@ def test_reward_that_is_no_longer_used_ends_its_workers():
     wait_until(lambda: none_alive(pids), 10)
 
 
-@pytest.mark.parametrize(("workers", "memory"), [pytest.param(1, 2048, marks=pytest.mark.slow), (8, LEAST_MEMORY)])
-def test_scores_depend_neither_on_the_number_of_workers_nor_on_their_memory(workers, memory):
+def test_scores_are_right_with_the_least_memory():
     answers = [("0.5", r"\frac{1}{2}", 1.0), (r"\{2,1\}", r"\{1,2\}", 1.0), ("(x-1)(x+1)", "x^2-1", 1.0)]
     cases = [(rf"So $\boxed{{{answer}}}$.", gold, verdict) for answer, gold, verdict in answers] * 8
     completions, golds, verdicts = zip(*cases, *(rows[0] for rows in ADVERSARIAL.values()), strict=True)
     # Many workers may share a slow processor, so the wall-clock limit must not decide.
-    reward = IsolatedReward(accuracy_reward, workers=workers, timeout=300.0, memory=memory)
+    reward = IsolatedReward(accuracy_reward, workers=8, timeout=300.0, memory=LEAST_MEMORY)
     assert reward(completions, solution=golds) == list(verdicts)
     reward.close()
 
 
-@pytest.mark.parametrize(("processes", "workers"), [("1", 4), ("2", 2), ("8", 1)])
+@pytest.mark.parametrize(("processes", "workers"), [("1", 4), ("8", 1)])
 def test_recipe_isolates_accuracy_reward_and_shares_the_workers_of_a_node(monkeypatch, processes, workers):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     script = OPOScriptArguments(
@@ -296,13 +253,12 @@ def test_recipe_may_score_in_the_process_itself():
 # In a run
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
-def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp_path, trainer_class):
+def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp_path):
     def run(reward: Callable, name: str):
         return trained(
             tiny_model,
             tmp_path / name,
-            trainer_class=trainer_class,
+            trainer_class=RecordingOPO,
             trainer_arguments={"reward_funcs": reward},
             max_steps=3,
             max_reward_failure_rate=1.0,

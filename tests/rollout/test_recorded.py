@@ -4,7 +4,6 @@ import gzip
 import json
 import math
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,10 @@ from helpers import (
 )
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+from opo_trl.data.arithmetic import make_problems
 from opo_trl.data.rollouts import RECORDED, load_rollouts
-from opo_trl.evaluate import evaluate
 from opo_trl.train import main
 
 
@@ -38,10 +36,6 @@ STEPS = {"steps_per_generation": 4, "max_steps": 6, "shuffle_dataset": False, "l
 NOT_NEEDED = ("train_dataset", "reward_funcs", "rollout_func")
 GENERATES = {"rollout_func": None, "reward_funcs": even_tokens}
 ROW = {"prompt": "1+1=", "completion": "2", "reward": 1.0}
-
-
-def without_script(**more) -> dict:
-    return {"train_dataset": None, "reward_funcs": None, "rollout_func": None, **more}
 
 
 def change(trainer) -> dict[str, torch.Tensor]:
@@ -110,30 +104,19 @@ def test_equal_rewards_pull_the_policy_to_the_author_of_recorded_completions(tin
     assert sum(chi2[6:]) < 0.8 * sum(chi2[:6])  # of the second pass over them, and of the first
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(tiny_model, tmp_path, recorded):
-    whole = replayed(tiny_model, tmp_path / "whole", recorded)
-    replayed(tiny_model, tmp_path / "part", recorded, max_steps=3, save_strategy="steps", save_steps=3)
-    options = {**STEPS, "rollouts": str(recorded), "trainer_arguments": dict.fromkeys(NOT_NEEDED)}
-    rest = make_trainer(tiny_model, tmp_path / "part", **options)
-    rest.train(resume_from_checkpoint=str(tmp_path / "part" / "checkpoint-3"))
-    now, then = snapshot(rest.model), snapshot(whole.model)
-    assert all(torch.equal(now[name], then[name]) for name in then)
-
-
 def test_a_resumed_run_records_each_rollout_once(tiny_model, tmp_path):
-    options = {
-        **STEPS,
-        "trainer_arguments": GENERATES,
-        "save_rollouts": True,
-        "save_strategy": "steps",
-        "save_steps": 3,
-    }
-    trained(tiny_model, tmp_path, **options)
-    files = {file: file.read_text() for file in (tmp_path / "rollouts").iterdir()}
-    assert len(files) == 3
-    rest = make_trainer(tiny_model, tmp_path, **options)
+    """Also if it goes on in other steps than before it was killed."""
+    saving = {"save_rollouts": True, "save_strategy": "steps", "save_steps": 1, "trainer_arguments": GENERATES}
+    trained(tiny_model, tmp_path, **STEPS, **saving)
+    files = {file.name: file.read_text() for file in (tmp_path / "rollouts").iterdir()}
+    assert files.keys() == {f"0000000{count}-0.jsonl" for count in (16, 32, 48)}
+    rest = make_trainer(tiny_model, tmp_path, **STEPS, **saving)
     rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert {file: file.read_text() for file in (tmp_path / "rollouts").iterdir()} == files
+    assert {file.name: file.read_text() for file in (tmp_path / "rollouts").iterdir()} == files
+    smaller = make_trainer(tiny_model, tmp_path, **STEPS, **saving, per_device_train_batch_size=2)
+    smaller.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    names = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
+    assert names == [f"0000000{count}-0.jsonl" for count in (16, 24, 32)]
 
 
 def record_and_repeat(model: str, folder: str) -> None:
@@ -178,17 +161,15 @@ def rows_of(folder: Path) -> list[dict]:
 
 def test_missing_log_probabilities_are_those_of_the_model_that_is_named(tiny_model, tmp_path, recorded):
     """At the temperature of the run."""
-    for temperature in (1.0, 0.7):
-        hot = {"temperature": temperature, **STEPS, "learning_rate": 0.0}
-        trained(tiny_model, tmp_path / "run", save_rollouts=True, **hot)
-        known = load_rollouts(str(tmp_path / "run" / "rollouts"), 4)[RECORDED]
-        rows = [{n: v for n, v in row.items() if n != "logprobs"} for row in rows_of(tmp_path / "run" / "rollouts")]
-        made = {"rollouts": written(tmp_path, rows), "rollouts_model": tiny_model, "max_steps": 1}
-        found = replayed(tiny_model, tmp_path, made.pop("rollouts"), temperature=temperature, **made)
-        for group, same in zip(known, found.train_dataset[RECORDED], strict=True):
-            for row, again in zip(group, same, strict=True):
-                assert row["completion_ids"] == again["completion_ids"]
-                assert row["logprobs"] == pytest.approx(again["logprobs"], abs=1e-4)
+    trained(tiny_model, tmp_path / "run", save_rollouts=True, **STEPS | {"temperature": 0.7, "learning_rate": 0.0})
+    known = load_rollouts(str(tmp_path / "run" / "rollouts"), 4)[RECORDED]
+    rows = [{n: v for n, v in row.items() if n != "logprobs"} for row in rows_of(tmp_path / "run" / "rollouts")]
+    options = {"temperature": 0.7, "rollouts_model": tiny_model, "max_steps": 1}
+    found = replayed(tiny_model, tmp_path, written(tmp_path, rows), **options)
+    for group, same in zip(known, found.train_dataset[RECORDED], strict=True):
+        for row, again in zip(group, same, strict=True):
+            assert row["completion_ids"] == again["completion_ids"]
+            assert row["logprobs"] == pytest.approx(again["logprobs"], abs=1e-4)
 
 
 def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_path):
@@ -232,9 +213,11 @@ def test_reference_policy_with_one_step_per_rollout(tiny_model, tmp_path, record
     assert logged(run)[0]["opo/off_policy_steps"] == 1
 
 
-@pytest.mark.parametrize("weights", [[1.0, 0.5], [0.0, 2.0]])
-def test_recorded_rewards_are_those_of_the_run_whatever_its_weights(tiny_model, tmp_path, weights):
-    both = {"trainer_arguments": {**GENERATES, "reward_funcs": [even_tokens, even_tokens]}, "reward_weights": weights}
+def test_recorded_rewards_are_those_of_the_run_whatever_its_weights(tiny_model, tmp_path):
+    both = {
+        "trainer_arguments": {**GENERATES, "reward_funcs": [even_tokens, even_tokens]},
+        "reward_weights": [0.0, 2.0],
+    }
     run = trained(tiny_model, tmp_path / "run", save_rollouts=True, **STEPS | {"max_steps": 1}, **both)
     both["trainer_arguments"] = {"reward_funcs": [even_tokens, even_tokens]}
     again = replayed(tiny_model, tmp_path / "again", tmp_path / "run" / "rollouts", max_steps=1, **both)
@@ -260,55 +243,22 @@ def test_a_new_run_in_a_folder_moves_the_rollouts_of_an_earlier_one(tiny_model, 
 
     run(6)
     first = rows_of(tmp_path / "rollouts")
-    (tmp_path / "rollouts" / "2026-11.jsonl").touch()
     run(2)
-    assert names("rollouts") == ["000000016-0.jsonl", "2026-11.jsonl"]
+    assert names("rollouts") == ["000000016-0.jsonl"]
     assert rows_of(tmp_path / "rollouts-replaced") == first
     assert "are moved to" in caplog.text
     run(2)
     assert names("rollouts-replaced-2") == ["000000016-0.jsonl"]
 
 
-def test_a_run_with_other_batches_leaves_no_rollout_of_an_earlier_one(tiny_model, tmp_path):
-    for sizes in ({}, {"per_device_train_batch_size": 6, "num_generations": 3}):
-        trained(tiny_model, tmp_path, save_rollouts=True, trainer_arguments=GENERATES, **STEPS | sizes)
-    names = sorted(file.name for file in (tmp_path / "rollouts").iterdir())
-    assert names == [f"0000000{count}-0.jsonl" for count in (24, 48, 72)]
-
-
-@pytest.mark.parametrize("home", ["~", ""])
-def test_a_run_does_not_replace_what_it_trains_on(tiny_model, tmp_path, monkeypatch, home):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    trained(tiny_model, tmp_path, save_rollouts=True, trainer_arguments=GENERATES, **STEPS)
-    with pytest.raises(ValueError, match="save_rollouts=True would replace rollouts="):
-        replayed(tiny_model, tmp_path, f"{home or tmp_path}/rollouts", save_rollouts=True)
+def test_a_run_does_not_replace_what_it_trains_on(tiny_model, tmp_path, recorded):
+    with pytest.raises(ValueError, match="save_rollouts=True cannot record rollouts"):
+        replayed(tiny_model, tmp_path, recorded, save_rollouts=True)
 
 
 def test_groups_of_another_size_than_the_runs_are_rejected(tiny_model, tmp_path, recorded):
     with pytest.raises(ValueError, match="groups of 2, but num_generations=4"):
         replayed(tiny_model, tmp_path, recorded, trainer_arguments={"train_dataset": load_rollouts(str(recorded), 2)})
-
-
-def test_it_learns_from_completions_of_the_base_model(tmp_path):
-    options = {
-        "per_device_train_batch_size": 48,
-        "gradient_accumulation_steps": 1,
-        "num_generations": 6,
-        "max_completion_length": 32,
-        "optim": "adamw_torch",
-        "temperature": 1.0,
-    }
-    problems = [{"prompt": row["problem"], "solution": row["solution"]} for row in make_problems("train", ["Level 3"])]
-    task = {"train_dataset": Dataset.from_list(problems), "reward_funcs": arithmetic_reward, "rollout_func": None}
-    base = base_model_path()
-    trained(
-        base, tmp_path, save_rollouts=True, max_steps=12, trainer_arguments=task, **options | {"learning_rate": 0.0}
-    )
-    options |= {"learning_rate": 2e-4, "steps_per_generation": 1, "max_steps": 24, "num_iterations": 2}
-    run = replayed(base, tmp_path / "run", tmp_path / "rollouts", **options)
-    held_out = [{"prompt": r["problem"], "solution": r["solution"]} for r in make_problems("test", ["Level 3"])[:100]]
-    run.reward_funcs = [arithmetic_reward]
-    assert evaluate(run, Dataset.from_list(held_out), decoding="greedy").accuracy > 0.6  # 0.4 before
 
 
 # What is rejected
@@ -318,57 +268,29 @@ def test_it_learns_from_completions_of_the_base_model(tmp_path):
     ("row", "said"),
     [
         ({"prompt": None}, "`prompt` has None"),
-        ({"completion": 7}, "`completion` is '7'"),
+        ({"prompt": [{"role": "user", "content": "1"}, {"content": "2"}]}, "`prompt` has {'content': '2'}"),
         ({"completion": [{"role": "user", "content": "2"}]}, "`completion` is"),
         ({"completion_ids": []}, "`completion_ids` is"),
         ({"completion_ids": [1, -1]}, "`completion_ids` is"),
-        ({"logprobs": [-1.0]}, "no `completion_ids`"),
+        ({"logprobs": [-1.0]}, "'logprobs', which is not used. Add `completion_ids`"),
         ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "each of the 2 tokens"),
-        ({"completion_ids": [1], "logprobs": [0.5]}, "has 0.5"),
-        ({"completion_ids": [1], "logprobs": [math.nan]}, "has nan"),
-        ({"completion_ids": [1, 2], "logprobs": [-0.5, -math.inf]}, "has -inf"),
+        ({"completion_ids": [1], "logprobs": [0.5]}, "`logprobs` is [0.5]"),
+        ({"completion_ids": [1, 2], "logprobs": [-0.5, -math.inf]}, "-inf"),
+        ({"completion_ids": [1, 2], "completion_mask": [1, 2]}, "`completion_mask` is [1, 2]"),
+        ({"completion_ids": [1, 2], "completion_mask": None}, "`completion_mask` is None"),
+        ({"completion_ids": [1, 2], "loss_mask": [0, 1]}, "'loss_mask', which is not used. Rename it"),
         ({"reward": "good"}, "`reward` is 'good'"),
         ({"reward": math.inf}, "`reward` is inf"),
-        ({"reward": 3e38}, "`reward` is 3e+38"),
-        ({"reward": 10**30}, "Value is too big"),
-        ({"temperature": "0.7"}, "`temperature` is '0.7'"),
         ({"temperature": 0.0}, "`temperature` is 0.0"),
-        ({"group": None}, "`group` is null"),
-        ({"prompt": [{"role": "user", "content": "1+1="}]}, "text in some rows only"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, said):
-    good = {"group": 1, "completion_ids": [1, 2], "logprobs": [-1.0, -1.0], "temperature": 1.0}
+    good = {"completion_ids": [1, 2], "completion_mask": [1, 1], "logprobs": [-1.0, -1.0], "temperature": 1.0}
     good = {name: good.get(name, 0) for name in row}
     rows = [ROW | {n: v for n, v in good.items() if n not in ROW}, ROW | row]
     with pytest.raises(ValueError, match="rollouts=") as error:
         load_rollouts(written(tmp_path, rows), 2)
     assert said in str(error.value)
-
-
-NO_TURNS = [{"role": "user", "content": None}, {"content": "2"}, {"role": "user", "text": "2"}]
-
-
-@pytest.mark.parametrize("turn", [*NO_TURNS, {"role": "user", "content": 2}, {"role": "user", "content": {"x": 2}}])
-def test_every_message_has_a_role_and_content(tmp_path, turn):
-    asked = {"role": "user", "content": "1+1="}
-    rows = [ROW | {"prompt": prompt} for prompt in ([asked], [asked, turn])]
-    with pytest.raises(ValueError, match=r"row 2: `prompt` has .* each have a `role` and `content`") as error:
-        load_rollouts(written(tmp_path, rows), 2)
-    assert "1+1=" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        {"role": "tool", "content": {"degrees": 20}},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "weather"}]},
-        {"role": "assistant", "reasoning_content": "It is warm."},
-        {"role": "user", "content": [{"type": "text", "text": "1+1="}]},
-    ],
-)
-def test_messages_that_templates_render(tmp_path, turn):
-    load_rollouts(written(tmp_path, [ROW | {"prompt": [turn]}] * 2), 2)
 
 
 def test_completions_without_a_reward_are_counted(tmp_path, caplog):
@@ -384,7 +306,7 @@ def test_a_folder_is_read_whole(tmp_path):
     Dataset.from_list([ROW | {"completion": "2"}] * 2).to_parquet(tmp_path / "b.parquet")
     with gzip.open(tmp_path / "c.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(ROW | {"completion": "3"}) + "\n" for _ in range(2))
-    (tmp_path / "train.log").touch()
+    (tmp_path / "README.md").touch()
     groups = load_rollouts(str(tmp_path), 6)
     assert [row["completion"] for row in groups[0][RECORDED]] == ["1", "1", "2", "2", "3", "3"]
     written(tmp_path, [ROW, ROW | {"reward": "x"}], "d.jsonl")
@@ -392,44 +314,28 @@ def test_a_folder_is_read_whole(tmp_path):
         load_rollouts(str(tmp_path), 2)
 
 
-def test_side_files_of_a_folder_are_not_read_but_named(tmp_path, caplog):
-    """The names of a README and of `best-of-4` do not make it a folder of the Hub, which gives dates other types."""
-    written(tmp_path, [ROW | {"completion": "2024-01-01"}] * 2, "best-of-4.jsonl")
-    Dataset.from_list([ROW] * 2).to_parquet(tmp_path / "test-b.parquet")
-    for side in ("README.md", "config.json", "stats.csv", "more.JSONL"):
-        (tmp_path / side).write_text("{\n")
-    texts = [row["completion"] for row in load_rollouts(str(tmp_path), 4)[0][RECORDED]]
-    assert texts == ["2024-01-01"] * 2 + [ROW["completion"]] * 2
-    assert "read from 2 of 6 files; not from README.md, config.json, more.JSONL, stats.csv." in caplog.text
-    (tmp_path / "c.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
-    with pytest.raises(ValueError, match=r"rollouts='.*c\.jsonl' does not exist"):
-        load_rollouts(str(tmp_path), 2)
+def test_masked_tokens_are_not_trained_on(tiny_model, tmp_path, recorded):
+    """As those of tools: neither their log-ratio nor their number counts."""
+    rows = rows_of(recorded)
+    length = [len(row["completion_ids"]) for row in rows]
+    masks = [[int(place % 3 > 0) for place in range(n)] for n in length]
 
+    def run(name: str, changed: int | None) -> RecordingOPO:
+        """Where tokens with this value in the mask have another log-probability; `None`: without a mask."""
+        made = [
+            row
+            | {"logprobs": [logp - (kept == changed) for logp, kept in zip(row["logprobs"], mask, strict=True)]}
+            | ({} if changed is None else {"completion_mask": mask})
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+        return replayed(tiny_model, tmp_path / name, written(tmp_path, made, f"{name}.jsonl"), max_steps=2)
 
-def test_a_table_of_text_with_rewards(tmp_path):
-    (tmp_path / "train.csv").write_text("prompt,completion,reward\n1+1=,2,1.0\n")
-    with pytest.raises(ValueError, match=r"In CSV, all values are text: use JSON lines"):
-        load_rollouts(str(tmp_path), 2)
-
-
-@pytest.mark.parametrize(
-    "name", ["completion_mask", "loss_mask", "assistant_masks", "env_mask", "attention_mask", "response_mask", "mask"]
-)
-def test_a_mask_of_tokens_is_rejected(tmp_path, name):
-    tokens = [ROW | {"completion_ids": [5, 6], "logprobs": [-1.0, -1.0]}] * 2
-    kept = tokens[0] | {"masked_answer": "2"}
-    assert len(load_rollouts(written(tmp_path, [kept] * 2), 2)) == 1
-    source = written(tmp_path, [*tokens[1:], tokens[0] | {name: [0, 1]}])  # not in the first row
-    with pytest.raises(ValueError, match=rf"has a column '{name}', but every token of a completion is trained on"):
-        load_rollouts(source, 2)
-
-
-def test_a_copy_of_a_dataset_on_the_hub(tmp_path):
-    (tmp_path / "data").mkdir()
-    Dataset.from_list([ROW] * 2).to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
-    for name in ("README.md", "dataset_infos.json"):
-        (tmp_path / name).write_text("{}")
-    assert len(load_rollouts(str(tmp_path), 2)) == 1
+    plain, masked, of_others, own = (run(name, i) for name, i in zip("abcd", (None, 2, 0, 1), strict=True))
+    assert relative_error(change(of_others), change(masked)) == 0
+    assert relative_error(change(own), change(masked)) > 0.01
+    assert relative_error(change(plain), change(masked)) > 0.01
+    counted = [logged(trainer)[0]["completions/mean_length"] for trainer in (plain, masked)]
+    assert counted == [sum(length[:16]) / 16, sum(map(sum, masks[:16])) / 16]
 
 
 def test_files_that_cannot_be_used(tmp_path):
@@ -474,17 +380,17 @@ def test_completions_of_another_temperature_are_rejected(tiny_model, tmp_path, r
         replayed(tiny_model, tmp_path, source, rollouts_model=tiny_model, temperature=1.0)
 
 
-def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tmp_path, caplog, recorded):
+def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tmp_path, recorded):
     rows, tokenizer = rows_of(recorded), AutoTokenizer.from_pretrained(tiny_model)
     chat = [row | {"completion": [{"role": "assistant", "content": row["completion"]}]} for row in rows]
     without_first = [row | {"completion": tokenizer.decode(row["completion_ids"][1:])} for row in rows]
     for same in (rows, chat, without_first):
         replayed(tiny_model, tmp_path, written(tmp_path, same), max_steps=1)
-        assert "something else than their text" not in caplog.text
     other = [row | {"completion": row["completion"] + "?"} for row in rows]
     replayed(tiny_model, tmp_path, written(tmp_path, other[:1] + rows[1:]), max_steps=1)
-    assert f"the tokens of 1 of {len(rows)} completions say something else than their text" in caplog.text
-    with pytest.raises(ValueError, match=f"the tokens of {len(rows)} of {len(rows)} .*If they are of another"):
+    with pytest.raises(
+        ValueError, match=r"the tokens of most completions say something else .*If they are of another"
+    ):
         replayed(tiny_model, tmp_path, written(tmp_path, other), max_steps=1)
 
 
@@ -497,37 +403,27 @@ def test_log_probabilities_that_are_not_finite_are_rejected(tiny_model, tmp_path
         replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), rollouts_model=str(tmp_path / "model"))
 
 
-def test_a_model_without_weights_is_named(tiny_model, tmp_path):
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
-    AutoConfig.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"rollouts_model=.* cannot be loaded"):
-        replayed(tiny_model, tmp_path, written(tmp_path, [ROW] * 16), rollouts_model=str(tmp_path / "model"))
-
-
 def test_recorded_rollouts_are_not_generated_anew(tiny_model, tmp_path, recorded):
     with pytest.raises(ValueError, match="train_dataset holds recorded rollouts, but rollouts=None"):
         make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": load_rollouts(str(recorded), 4)})
 
 
-@pytest.mark.parametrize("name", ["group", "reward", "completion"])
-def test_recording_replaces_no_column(tiny_model, tmp_path, name):
-    dataset = Dataset.from_dict({"prompt": PROMPTS, name: ["gold"] * len(PROMPTS)})
-    with pytest.raises(ValueError, match=f"replace the dataset's column '{name}'"):
+def test_recording_replaces_no_column(tiny_model, tmp_path):
+    dataset = Dataset.from_dict({"prompt": PROMPTS, "reward": ["gold"] * len(PROMPTS)})
+    with pytest.raises(ValueError, match="replace the dataset's column 'reward'"):
         make_trainer(tiny_model, tmp_path, save_rollouts=True, trainer_arguments={"train_dataset": dataset})
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_rollouts_that_have_changed_are_noticed(tiny_model, tmp_path, caplog, recorded, step):
-    """At the end of a rollout, a run may go on with others; within one, it would mix them."""
+def test_rollouts_that_have_changed_are_not_mixed(tiny_model, tmp_path, recorded):
+    """Within a rollout; at its end, a run may go on with others."""
     rows = rows_of(recorded)
-    replayed(tiny_model, tmp_path, written(tmp_path, rows), max_steps=step, save_strategy="steps", save_steps=step)
+    replayed(tiny_model, tmp_path, written(tmp_path, rows), max_steps=3, save_strategy="steps", save_steps=1)
     options = {**STEPS, "trainer_arguments": dict.fromkeys(NOT_NEEDED)}
     changed = written(tmp_path, [row | {"reward": -row["reward"]} for row in rows])
     rest = make_trainer(tiny_model, tmp_path, rollouts=changed, **options)
-    said = "gives other groups than when"
-    with pytest.raises(ValueError, match=said) if step == 3 else nullcontext():
-        rest.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-    assert (said in caplog.text) == (step == 2)
+    with pytest.raises(ValueError, match="in the middle of a rollout with the content of `rollouts`"):
+        rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_tools_cannot_be_recorded(tiny_model, tmp_path):
@@ -593,33 +489,7 @@ def test_recipe_measures_on_other_problems_than_those_of_the_rollouts(recipe, ca
     assert summary["after"]["all"]["greedy"]["scored"] == 4
 
 
-def test_recipe_drops_long_prompts(recipe, caplog):
-    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
-    long = [row | {"prompt": "1+" * 100 + "1="} for row in rows[:4]]
-    written(recipe.parent, rows + long)
-    assert main(["--config", str(recipe), "--max_prompt_length", "50"]) == 0
-    assert "1 of 17 rows are longer than max_prompt_length=50" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("levels", "Level 9"), ("fraction", "0.1"), ("instruction", "x"), ("prompt_style", "chat")]
-)
-def test_fields_of_datasets_have_no_effect_without_one(recipe, capsys, field, value):
-    assert main(["--config", str(recipe), f"--{field}", value]) == 2
-    assert f"{field}=" in (said := capsys.readouterr().err)
+def test_fields_of_datasets_have_no_effect_without_one(recipe, capsys):
+    assert main(["--config", str(recipe), "--levels", "Level 9"]) == 2
+    assert "levels=" in (said := capsys.readouterr().err)
     assert "has no effect without `dataset_name`" in said
-
-
-def test_recipe_says_what_to_score_rollouts_by(recipe, capsys):
-    rows = [json.loads(line) for line in (recipe.parent / "rows.jsonl").read_text().splitlines()]
-    written(recipe.parent, [{"answer" if name == "solution" else name: row[name] for name in row} for row in rows])
-    assert main(["--config", str(recipe)]) == 2
-    assert "Add `solution` or `reward` to each row" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("words", [["--validation_steps", "1"], ["--eval_strategy", "steps"]])
-def test_recipe_that_measures_needs_problems(recipe, capsys, words):
-    assert main(["--config", str(recipe), *words]) == 2
-    error = capsys.readouterr().err
-    assert words[0].strip("-") in error
-    assert "dataset_name" in error

@@ -41,11 +41,9 @@ def members(step) -> list[tuple[int, int]]:
 # Passes
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
 @pytest.mark.parametrize("planned", [True, False])
-def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path, trainer_class, planned):
-    options = {"plan_micro_batches": planned} if trainer_class is RecordingOPO else {"loss_type": "grpo"}
-    trainer = trained(tiny_model, tmp_path, trainer_class=trainer_class, max_steps=12, **PASSES, **options)
+def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path, planned):
+    trainer = trained(tiny_model, tmp_path, plan_micro_batches=planned, max_steps=12, **PASSES)
     steps = [set(members(step)) for step in trainer.steps]
     passes = [(steps[i], steps[i + 1]) for i in range(0, 12, 2)]
     for number, (first, second) in enumerate(passes):
@@ -163,29 +161,6 @@ def test_gradient_of_a_replaying_pass_is_the_definition(tiny_model, tmp_path, op
     assert replayed > 3
 
 
-def test_a_baseline_replays_with_the_ratio_to_the_policy_that_wrote_the_completion(tiny_model, tmp_path):
-    trainer = trained(
-        tiny_model,
-        tmp_path,
-        trainer_class=RecordingBaseline,
-        loss_type="grpo",
-        max_steps=14,
-        max_staleness=1,
-        **PASSES,
-    )
-    seen = 0
-    for step in trainer.steps:
-        for batch in step.batches:
-            for k, row, mask, old in zip(
-                batch["rollout"], batch["row"], batch["completion_mask"], batch["old_per_token_logps"], strict=True
-            ):
-                written = trainer.rollouts[int(k)].old_per_token_logps[int(row)]
-                width = int(mask.sum())
-                assert torch.equal(old[:width], written[:width])
-                seen += int(k) < trainer._step // 12
-    assert seen
-
-
 def test_off_policy_mask_compares_with_the_policy_that_wrote_the_completion(tiny_model, tmp_path):
     script, threshold = Script(), 0.01
     options = {"max_staleness": 2, "learning_rate": 0.02, "off_policy_mask_threshold": threshold, **PASSES}
@@ -207,13 +182,13 @@ def test_off_policy_mask_compares_with_the_policy_that_wrote_the_completion(tiny
 
 
 def test_a_loss_per_token_counts_the_tokens_of_the_drawn_samples(tiny_model, tmp_path):
-    options = {"trainer_class": RecordingBaseline, "loss_type": "dapo", "max_steps": 12, "max_staleness": 1, **PASSES}
+    options = {"objective": "dapo", "max_steps": 12, "max_staleness": 1, **PASSES}
     steps = trained(tiny_model, tmp_path, **options).steps
     counted = []
     for first, second in zip(steps[::2], steps[1::2], strict=True):
         batches = [*first.batches, *second.batches]
         tokens = sum(int(batch["completion_mask"].sum()) for batch in batches)
-        assert {int(batch["num_items_in_batch"]) for batch in batches} == {tokens}
+        assert {round(scale.item() * tokens, 3) for batch in batches for scale in batch["opo_scale"]} == {16}
         counted.append(tokens)
     assert len(set(counted[3:])) > 1, "the passes have to draw other samples"
 
@@ -338,16 +313,6 @@ def test_rollouts_with_other_entries_are_rejected():
         buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
 
 
-def test_advantages_per_token_are_not_replayed(tiny_model, tmp_path):
-    class PerToken(RecordingBaseline):
-        def _generate_and_score_completions(self, inputs):
-            made = super()._generate_and_score_completions(inputs)
-            return made | {"advantages": made["advantages"].unsqueeze(1).expand(-1, 3)}
-
-    with pytest.raises(ValueError, match=r"one advantage per completion, not advantages of shape \(16, 3\)"):
-        trained(tiny_model, tmp_path, trainer_class=PerToken, max_staleness=1, **PASSES)
-
-
 def test_a_loaded_state_replaces_the_rollouts():
     later = buffer()
     later.load_state_dict(buffer(useful=((1, 0, 1, 1),)).state_dict())
@@ -460,7 +425,7 @@ def test_fit_rises_pass_by_pass_and_a_clipped_loss_logs_the_ratios(tiny_model, t
     assert fits[0] == 0
     assert all(after > before for before, after in itertools.pairwise(fits))
     assert 0.05 < fits[-1] < 1
-    entries = logged(trained(tiny_model, tmp_path, trainer_class=RecordingBaseline, loss_type="grpo", **options))
+    entries = logged(trained(tiny_model, tmp_path, objective="grpo", **options))
     sizes = [entry["opo/ratio/ess"] for entry in entries]
     assert sizes[0] == pytest.approx(1)
     assert 0 < sizes[-1] < 0.999

@@ -1,0 +1,270 @@
+r"""
+Published losses as objectives, each held against TRL's by `tests/test_trl_losses.py`, and their names in recipes.
+
+With ρ the ratio π/π_k of a token, t of the whole completion, and A the advantage:
+
+| `objective` | loss of a token | summed over tokens, and |
+|---|---|---|
+| `grpo` (arXiv 2402.03300) | −min(ρA, clip(ρ, 1 − ε, 1 + ε')A) | divided by the length of the completion |
+| `gspo` (2507.18071) | the same, ρ being the geometric mean over the completion | divided by its length |
+| `dr_grpo` (2503.20783) | as GRPO's | divided by `max_completion_length` |
+| `dapo` (2503.14476) | as GRPO's | divided by the mean length in the rollout |
+| `cispo` (2506.13585) | −min(ρ, ε')·A·log π, the ratio without gradient | divided by the mean length in the rollout |
+| `sapo` (2511.20347) | −4/τ·σ(τ(ρ − 1))·A, τ by the sign of A | divided by the length of the completion |
+| `vespo` (2602.10693) | −t^k·exp(λ(1 − t))·A·log π, k and λ by the sign of A | as `cispo` |
+
+[`TOPR`] weighs whole completions. The fields that they read have the meaning that they have in TRL.
+"""
+
+import math
+from importlib import import_module
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .objective import (
+    OPO,
+    SEQUENCE_CLAMP,
+    Groups,
+    Loss,
+    Objective,
+    Samples,
+    Targets,
+    escort_weights,
+    loss_terms,
+    project,
+)
+
+
+Push = Literal["escort", "reward", "advantage"]
+
+
+class GRPO(Objective):
+    """GRPO's clipped ratio, of tokens or, by `importance_sampling_level`, of completions."""
+
+    fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high", "delta"})
+    pulls_back = False
+    log_ratio_reduction = "sum"
+    reduction = "mean"
+    takes_sampler_ratios = True  # as factors of the losses of tokens
+
+    @property
+    def clips(self) -> str | None:
+        return self.args.importance_sampling_level
+
+    @property
+    def of_completions(self) -> bool:
+        """Whether the ratio is the geometric mean over a completion."""
+        return self.args.importance_sampling_level == "sequence"
+
+    def describe_objective(self) -> str:
+        level, names = "completion" if self.of_completions else "token", self.fields - {"importance_sampling_level"}
+        given = {name: getattr(self.args, name) for name in sorted(names)} | {"beta": getattr(self.args, "beta", None)}
+        values = [f"{name} = {value:g}" for name, value in given.items() if value]
+        return ", ".join([f"{type(self).__name__}, ratio per {level}", *values])
+
+    def loss(self, samples: Samples) -> Loss:
+        ratio, advantage = self.ratio(samples), samples.spread(samples.target)
+        losses = self.token_losses(ratio, advantage, samples)
+        if samples.sampler_ratios is not None and self.takes_sampler_ratios:
+            losses = losses * samples.sampler_ratios
+        if samples.steering is not None:
+            losses = torch.where(samples.steering, losses, 0.0)
+        push = torch.where(samples.weights != 0, self.reduce(samples.sum(losses), samples), 0.0)
+        low, high = (samples.sum(outside.float()) / samples.length for outside in self.clipped(ratio, advantage))
+        never = torch.zeros_like(push, dtype=torch.bool)
+        return Loss(push, torch.zeros_like(push), samples.moved, never, samples.weights, low, high)
+
+    def ratio(self, samples: Samples) -> Tensor:
+        """The ratio π/π_k: of tokens, `[B, T]`, or of completions, `[B, 1]`."""
+        log_ratios = samples.token_log_ratios
+        if self.of_completions:
+            log_ratios = samples.spread(samples.sum(log_ratios) / samples.length)
+        return log_ratios.exp()
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Bounds within which the ratio has a gradient."""
+        args = self.args
+        return 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+
+    def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
+        """Loss of each ratio, before the sampler's importance weights."""
+        within = ratio.clamp(*self.range)
+        if self.args.delta is not None:
+            ratio = ratio.clamp(max=self.args.delta)
+        return -torch.min(ratio * advantage, within * advantage)
+
+    def clipped(self, ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """Which ratios are below and above their range, where that leaves them without a gradient."""
+        low, high = self.range
+        return (ratio < low) & (advantage < 0), (ratio > high) & (advantage > 0)
+
+    def reduce(self, total: Tensor, samples: Samples) -> Tensor:
+        return total / samples.length if self.reduction == "mean" else total
+
+    def scale(self, length: Tensor, valid: Tensor) -> Tensor:
+        return 1 / length.mean().clamp(min=1 / len(length)) if self.reduction == "sum" else torch.tensor(1.0)
+
+    def kl(self, reference_logps: Tensor, samples: Samples, *, corrected: bool) -> Tensor:
+        return samples.kl(reference_logps, self.ratio(samples) if corrected else None)
+
+
+class GSPO(GRPO):
+    """GSPO: GRPO with the ratio of completions."""
+
+    of_completions, clips = True, "sequence"
+
+
+class DAPO(GRPO):
+    """DAPO's loss, whose tokens all weigh the same."""
+
+    reduction = "sum"
+
+
+class DrGRPO(GRPO):
+    """Dr. GRPO's loss, without a length in the denominator. Its advantages need `scale_rewards: none`."""
+
+    reduction = "constant"
+
+    def reduce(self, total: Tensor, samples: Samples) -> Tensor:
+        return total / self.args.max_completion_length
+
+
+class CISPO(GRPO):
+    """CISPO's bounded weight; `epsilon_high`, or `epsilon`, is the bound itself."""
+
+    fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high"})
+    reduction = "sum"
+
+    @property
+    def range(self) -> tuple[float, float]:
+        args = self.args
+        return 0.0, args.epsilon if args.epsilon_high is None else args.epsilon_high
+
+    def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
+        return -ratio.detach().clamp(max=self.range[1]) * advantage * samples.token_log_ratios
+
+
+class SAPO(GRPO):
+    """SAPO's soft gate."""
+
+    fields = frozenset({"importance_sampling_level", "sapo_temperature_pos", "sapo_temperature_neg"})
+    range, clips = (0.0, math.inf), None
+
+    def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
+        args = self.args
+        temperature = torch.where(advantage > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
+        return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+
+
+class VESPO(GRPO):
+    """VESPO's gamma weight of completions, of which the sampler's importance weights are a part."""
+
+    fields = frozenset({"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"})
+    of_completions = False
+    reduction = "sum"
+    range, clips = (0.0, math.inf), None
+    takes_sampler_ratios = False
+
+    @torch.no_grad()
+    def gamma(self, samples: Samples) -> Tensor:
+        """The weight t^k·exp(λ(1 − t)) of each completion, `[B]`."""
+        args, lowest = self.args, math.log(1e-8)
+        moved = samples.sum(samples.token_log_ratios.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP))
+        if samples.sampler_ratios is not None:
+            moved = moved + samples.sum(samples.sampler_ratios.log().clamp(lowest, SEQUENCE_CLAMP))
+        moved, is_right = moved.clamp(lowest, SEQUENCE_CLAMP), samples.target >= 0
+        k = torch.where(is_right, args.vespo_k_pos, args.vespo_k_neg)
+        decay = torch.where(is_right, args.vespo_lambda_pos, args.vespo_lambda_neg).clamp(min=1e-4)
+        return (decay + k * moved - decay * moved.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
+        return -samples.spread(self.gamma(samples)) * advantage * samples.token_log_ratios
+
+
+class TOPR(Objective):
+    """
+    REINFORCE with the tapered importance weights of TOPR (Le Roux et al., 2025, arXiv 2503.14286): `-w · g · Delta`.
+
+    The push g is `args.push` of the completion, and w the ratio pi / pi_k of all of it (`log_ratio_reduction: mean`:
+    the geometric mean over its tokens), without gradient, within
+    `args.positive_bounds` where g is positive and within `args.negative_bounds` where it is negative. TOPR's weights
+    are 1 and the ratio up to 1. With `[0, 2]` for both and the push r − r̄, this is truncated REINFORCE, with the
+    gradient of the expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Nothing pulls the policy back.
+    """
+
+    fields = frozenset(
+        {
+            *("push", "positive_bounds", "negative_bounds", "alpha", "escort_temperature"),
+            *("log_ratio_reduction", "log_ratio_clamp"),
+        }
+    )
+    pulls_back = False
+
+    def describe_objective(self) -> str:
+        args, (low, high), (least, most) = self.args, self.args.positive_bounds, self.args.negative_bounds
+        escort = f" (alpha = {args.alpha:g}, temperature {args.escort_temperature:g})" if args.push == "escort" else ""
+        beta = f", beta = {args.beta:g}" if getattr(args, "beta", 0) else ""
+        return (
+            f"TOPR, push {args.push}{escort}, ratio within [{low:g}, {high:g}] for right and "
+            f"[{least:g}, {most:g}] for wrong completions, log-ratio {args.log_ratio_reduction}{beta}"
+        )
+
+    def targets(self, groups: Groups) -> Targets:
+        args = self.args
+        if args.push == "reward" and not groups.has_rewards:
+            raise ValueError(
+                "The rollout has no `rewards_per_func`, which push='reward' needs. Return them from "
+                "`_generate_and_score_completions`, with shape [B, number of reward functions]."
+            )
+        # Advantages are centred, but rounding may leave something in a group of equal rewards.
+        given = groups.rewards if args.push == "reward" else groups.advantages
+        if args.push == "escort":
+            temperature = args.escort_temperature
+            given = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
+        drive, _ = project(given, **groups.rows)
+        return Targets(drive, drive, drive.new_ones(()))
+
+    def weights(self, samples: Samples) -> Tensor:
+        ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP).exp()
+        right, wrong = (ratio.clamp(*bounds) for bounds in (self.args.positive_bounds, self.args.negative_bounds))
+        return torch.where(samples.weights != 0, samples.weights * torch.where(samples.target > 0, right, wrong), 0.0)
+
+    def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+        push, _ = loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form="log", weights=weights)
+        return push, torch.zeros_like(push)
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "opo": OPO,
+    "topr": TOPR,
+    "grpo": GRPO,
+    "gspo": GSPO,
+    "dr_grpo": DrGRPO,
+    "dapo": DAPO,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "vespo": VESPO,
+}
+# Losses of TRL (`loss_type`) that have no objective, and the nearest that has one.
+NEAREST = {"bnpo": "dapo", "luspo": "gspo"}
+
+
+def objective_named(name: str) -> type[Objective]:
+    """The objective of a word of [`OBJECTIVES`], or of the dotted path of a class. `ValueError` if there is none."""
+    if name in OBJECTIVES:
+        return OBJECTIVES[name]
+    found, why = None, ""
+    try:
+        module, _, kind = name.rpartition(".")
+        found = getattr(import_module(module), kind)
+    except Exception as error:  # of the module, which may raise anything
+        why = f": {type(error).__name__}: {error}"
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ValueError(
+            f"objective={name!r} is none of {', '.join(OBJECTIVES)} and not the dotted path of a subclass of "
+            f"`opo_trl.objective.Objective`{why}. Set `objective` to one of them."
+        )
+    return found

@@ -1,0 +1,148 @@
+"""
+TRL's losses as objectives: the gradient of every step is that of `GRPOTrainer` with the same options.
+
+An on-policy step and an off-policy one. Both trainers take all samples of a rollout in every
+step, so that they see the same ones; scripted completions differ in length, one is truncated, and a tool writes some.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from helpers import RecordingGRPO, RecordingOPO, Script, distance, logged, norm, trained
+
+from opo_trl.rollout.rows import completion_tokens
+from opo_trl.trl import temporarily
+
+
+RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "experiment1"
+LOSSES = {
+    "grpo": {"loss_type": "grpo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "sapo": {"loss_type": "sapo"},
+    "vespo": {"loss_type": "vespo"},
+}
+# Learning rates at which some ratios leave the clip range, but not all.
+RATES = {"gspo": 0.02, "vespo": 0.02}
+ROWS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+ONE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+ON_POLICY = {**ONE, "num_iterations": 1, "max_steps": 2}
+
+
+class Corrected(RecordingGRPO):
+    """As if vLLM had sampled, whose importance weights the loss then has."""
+
+    def _compute_loss(self, model, inputs):
+        with temporarily(self, use_vllm="importance_sampling_ratio" in inputs):
+            return super()._compute_loss(model, inputs)
+
+
+def of_sampler(rollout, trainer, columns: int | None = None):
+    """Importance weights of tokens, or one for each completion."""
+    n, columns = len(rollout["advantages"]), columns or rollout["completion_ids"].size(1)
+    drawn = torch.rand((n, columns), generator=torch.Generator().manual_seed(len(trainer.rollouts)))
+    drawn = (0.5 + drawn).to(rollout["advantages"].device)
+    mask = completion_tokens(rollout)
+    rollout["importance_sampling_ratio"] = drawn if columns == 1 else drawn.where(mask, 1.0)  # as TRL has them
+
+
+def shifted(rollout, trainer):
+    """Log-probabilities of the sampler, some far from the policy's."""
+    drawn = torch.randn(
+        (len(rollout["advantages"]), 1), generator=torch.Generator().manual_seed(len(trainer.rollouts))
+    )
+    rollout["sampling_per_token_logps"] = rollout["old_per_token_logps"] + drawn.to(rollout["advantages"].device)
+
+
+OPTIONS = {
+    "plain": {},
+    "narrow": {"epsilon": 0.05},
+    "asymmetric": {"epsilon": 0.05, "epsilon_high": 0.28},
+    "two-sided": {"epsilon": 0.1, "delta": 1.2},
+    "KL": {"beta": 0.2},
+    "KL corrected": {"beta": 0.2, "use_bias_correction_kl": True},
+    "mask of stale completions": {"off_policy_mask_threshold": 1e-4},
+    "mask of truncated completions": {"mask_truncated_completions": True},
+    "rewards of the batch": {"scale_rewards": "batch"},
+    "rewards as they are": {"scale_rewards": "none"},
+    # Micro-batches of one row: TRL's bonus is a mean over the tokens of a micro-batch, ours over completions.
+    "entropy bonus": {"entropy_coef": 0.1, **ROWS},
+    "micro-batches of one row": ROWS,
+    # TRL's threshold is that of a micro-batch in its step, ours that of the rollout.
+    "high-entropy tokens": {"top_entropy_quantile": 0.5, **ON_POLICY},
+    "high-entropy tokens, KL": {"top_entropy_quantile": 0.5, "beta": 0.2, **ON_POLICY},
+    "sampler's weights of tokens": {"inject": of_sampler},
+    "sampler's weights of completions": {"inject": partial(of_sampler, columns=1)},
+    "sampler's log-probabilities": {"inject": shifted, "off_policy_mask_threshold": 0.3},
+    "three passes over two rollouts": {"num_iterations": 3, "max_steps": 6},
+}
+READ = {  # which losses read an option, if not all do
+    "narrow": ("grpo", "gspo", "dr_grpo", "dapo"),
+    "asymmetric": ("grpo", "gspo", "dr_grpo", "dapo"),
+    "two-sided": ("grpo", "gspo", "dr_grpo", "dapo"),
+    "sampler's weights of completions": ("grpo", "gspo", "dr_grpo", "dapo", "cispo", "sapo"),
+}
+
+
+def gradients(model, folder, name, **options):
+    """Gradient of each step, of TRL's trainer and of ours."""
+    options = {"num_iterations": 2, "max_steps": 2, "learning_rate": RATES.get(name, 0.3), **LOSSES[name], **options}
+    script = {"truncated": (2,), "tool_tokens": {1: (1,), 6: (0, 2)}}
+    return [
+        trained(model, folder / kind.__name__, script=Script(**script), trainer_class=kind, **options)
+        for kind in (Corrected, RecordingOPO)
+    ]
+
+
+def assert_same(trl, ours, *, error=1e-4):
+    assert len(ours.steps) == len(trl.steps) > 1
+    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
+        assert norm(theirs.gradient) > 1e-4
+        assert distance(mine.gradient, theirs.gradient) < error * norm(theirs.gradient)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_gradient_of_every_step_is_that_of_trl(tiny_model, tmp_path, name, option):
+    if name not in READ.get(option, LOSSES):
+        pytest.skip("the loss does not read it")
+    trl, ours = gradients(tiny_model, tmp_path, name, **OPTIONS[option])
+    assert len(ours.steps) == len(trl.steps) > 1
+    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
+        assert norm(theirs.gradient) > 1e-4
+        assert distance(mine.gradient, theirs.gradient) < 1e-4 * norm(theirs.gradient)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "sapo"])
+def test_metrics_are_those_of_trl(tiny_model, tmp_path, name):
+    """Of one micro-batch: TRL's are means of those of micro-batches."""
+    trl, ours = gradients(tiny_model, tmp_path, name, beta=0.1, **ONE)
+    names = {metric for metric in logged(trl)[1] if metric in ("entropy", "kl") or metric.startswith("clip_ratio/")}
+    assert len(names) == (2 if name == "sapo" else 7)
+    for mine, theirs in zip(logged(ours), logged(trl), strict=True):
+        assert {n: mine[n] for n in names} == pytest.approx({n: theirs[n] for n in names}, rel=1e-4, abs=1e-6)
+    if name != "sapo":
+        assert 0 < logged(ours)[1]["clip_ratio/region_mean"] < 1
+
+
+@pytest.mark.parametrize("method", ["grpo", "gspo", "dapo"])
+def test_recipe_trains_the_loss_that_it_names(tiny_model, tmp_path, method):
+    """The shipped recipes of the baselines, against TRL's fields for the same method."""
+    recipe = yaml.safe_load((RECIPES / f"{method}.yaml").read_text())
+    fields = {
+        name: recipe[name] for name in ("epsilon", "epsilon_high", "mask_truncated_completions") if name in recipe
+    }
+    assert recipe["objective"] == method
+    options = {"num_iterations": 2, "max_steps": 4, "learning_rate": 1e-4 if method == "gspo" else 0.3, **fields}
+    script = {"truncated": (2,)}
+    trl = trained(
+        tiny_model, tmp_path, script=Script(**script), trainer_class=RecordingGRPO, **{**options, **LOSSES[method]}
+    )
+    ours = trained(tiny_model, tmp_path, script=Script(**script), objective=method, **options)
+    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
+        assert distance(mine.gradient, theirs.gradient) < 1e-4 * norm(theirs.gradient)
