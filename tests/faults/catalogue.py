@@ -181,7 +181,6 @@ RECIPES = [
 OBJECTIVE = [
     Case("alpha above 1", ["alpha=1.5", "Set `alpha`", "[0, 1]"], {"alpha": 1.5}),
     Case("mu and radius", ["mu=1.0", "chi2_radius=0.1", "Remove one"], {"mu": 1, "chi2_radius": 0.1}),
-    Case("another loss", ["loss_type='grpo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "grpo"}),
 ]
 
 BATCHES = [

@@ -109,7 +109,7 @@ def test_experiment_2_takes_a_tenth_of_the_data_with_seed_42():
 
 # What defines a method …
 OBJECTIVES = {
-    "grpo": {"trainer", "loss_type", "importance_sampling_level", "epsilon"},
+    **{key: {"objective", "epsilon"} for key in ("grpo", "gspo", "dapo")},
     "opo": {
         "trainer",
         "alpha",
@@ -143,7 +143,8 @@ METHOD_FIELDS = {
 def test_recipe_sets_all_fields_of_its_objective(path):
     fields = read(["--config", str(path)])
     written, trainer = fields.as_stored, fields.trainer
-    assert OBJECTIVES[trainer] | ({"beta"} if trainer != "async_opo" else set()) <= written.keys()
+    kind = trainer if trainer == "async_opo" else written.get("objective", "opo")
+    assert OBJECTIVES[kind] | ({"beta"} if trainer != "async_opo" else set()) <= written.keys()
 
 
 def test_commands_in_comments_name_existing_files():
@@ -175,15 +176,9 @@ def test_recipes_of_an_experiment_differ_only_in_the_method(folder):
 @pytest.mark.parametrize("folder", EXPERIMENTS, ids=name)
 def test_baselines_are_configured_as_in_their_papers(folder):
     grpo, gspo, dapo = (parse_recipe(folder / f"{method}.yaml")[1] for method in ("grpo", "gspo", "dapo"))
-    assert (grpo.loss_type, grpo.importance_sampling_level, grpo.epsilon, grpo.epsilon_high) == (
-        "grpo",
-        "token",
-        0.2,
-        None,
-    )
-    assert (gspo.loss_type, gspo.importance_sampling_level) == ("grpo", "sequence")
-    assert (gspo.epsilon, gspo.epsilon_high) == (3e-4, 4e-4)
-    assert (dapo.loss_type, dapo.epsilon, dapo.epsilon_high) == ("dapo", 0.2, 0.28)
+    assert (grpo.objective, grpo.epsilon, grpo.epsilon_high) == ("grpo", 0.2, None)
+    assert (gspo.objective, gspo.epsilon, gspo.epsilon_high) == ("gspo", 3e-4, 4e-4)
+    assert (dapo.objective, dapo.epsilon, dapo.epsilon_high) == ("dapo", 0.2, 0.28)
     assert dapo.mask_truncated_completions
     assert dapo.max_sampling_rounds > 1
     assert {config.beta for config in (grpo, gspo, dapo)} == {0.0}
