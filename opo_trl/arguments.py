@@ -18,7 +18,6 @@ from .fields import (
     OBJECTIVE,
     POSITIVE,
     REWARDS,
-    RUN,
     Range,
     deciding,
     given,
@@ -71,15 +70,15 @@ class OPOScriptArguments(ScriptArguments):
         "the model can call. Its `reset` begins each conversation; its `get_reward`, if it has one, is a reward after "
         "those of `reward_funcs`.",
     )
-    reward_workers: Annotated[int, RUN, COUNT_OR_ZERO] = setting(
+    reward_workers: Annotated[int, COUNT_OR_ZERO] = setting(
         4,
         "Worker processes per node that run `accuracy_reward` or `gym_reward`, divided among the node's training "
         "processes, at least one each; 0 scores in the training processes, where all other rewards run.",
     )
-    reward_timeout: Annotated[float, RUN, POSITIVE] = setting(
+    reward_timeout: Annotated[float, POSITIVE] = setting(
         30.0, "Seconds a worker has to score one completion. After that the completion is unscored, not wrong."
     )
-    reward_memory: Annotated[int, RUN, COUNT] = setting(
+    reward_memory: Annotated[int, COUNT] = setting(
         2048, "Memory a worker can allocate to score one completion, in MiB, at least 512."
     )
     datasets: Annotated[list[dict], DATA] = setting(
@@ -127,30 +126,30 @@ class OPOScriptArguments(ScriptArguments):
     max_prompt_length: Annotated[int | None, DATA, COUNT] = setting(
         None, "Maximum length of a prompt in tokens; longer prompts are dropped and counted."
     )
-    validation_levels: Annotated[list[str] | None, RUN] = setting(
+    validation_levels: list[str] | None = setting(
         None,
         "Levels of the test problems to solve every `validation_steps`. With TRL's `eval_strategy`, all problems of "
         "these levels are the evaluation dataset.",
     )
-    validation_size: Annotated[int, RUN, COUNT] = setting(100, "Number of these problems.")
-    validation_steps: Annotated[int | None, RUN, COUNT] = setting(
+    validation_size: Annotated[int, COUNT] = setting(100, "Number of these problems.")
+    validation_steps: Annotated[int | None, COUNT] = setting(
         None, "Optimizer steps between validations; by default there is none."
     )
-    validation_decoding: Annotated[Decoding, RUN] = setting("sampled", "Decoding of the validation.")
-    report_levels: Annotated[list[str] | None, RUN] = setting(
+    validation_decoding: Decoding = setting("sampled", "Decoding of the validation.")
+    report_levels: list[str] | None = setting(
         None,
         "Levels on which accuracy is reported before and after training, greedy and sampled. `[all]` reports on all "
         "problems together, with levels or without; `[]` on nothing. By default the levels of training, or all "
         "problems, if there are answers.",
     )
-    report_size: Annotated[int, RUN, COUNT] = setting(500, "Number of test problems per reported level.")
-    report_samples: Annotated[int, RUN, COUNT] = setting(
+    report_size: Annotated[int, COUNT] = setting(500, "Number of test problems per reported level.")
+    report_samples: Annotated[int, COUNT] = setting(
         1, "Completions to sample per reported problem; with 2 or more, pass@k is reported as well."
     )
-    overwrite: Annotated[bool, RUN] = setting(
+    overwrite: bool = setting(
         False, "Whether to delete an earlier run in `output_dir`. Only what a run writes is deleted."
     )
-    accelerate_config: Annotated[str | None, RUN] = setting(
+    accelerate_config: str | None = setting(
         None,
         "Accelerate configuration that `opo-trl train` launches with: a file, relative to the current folder or to "
         "the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).",

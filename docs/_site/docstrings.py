@@ -48,7 +48,9 @@ def fields(kind: griffe.Class) -> str:
         if not definition.startswith("setting(") or re.search(rf"\b{name} \(`", kind.docstring.value):
             continue
         default, text = ast.parse(definition, mode="eval").body.args
-        hint = ast.parse(str(member.annotation), mode="eval").body.slice.elts[0]
+        hint = ast.parse(str(member.annotation), mode="eval").body
+        if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "Annotated":
+            hint = hint.slice.elts[0]
         optional = "" if ast.unparse(default) == "None" else f", defaults to `{ast.unparse(default)}`"
         shown = ast.unparse(hint).removesuffix(" | None")
         said = text.value if isinstance(text, ast.Constant) else ast.unparse(text)[2:-1]  # an f-string
