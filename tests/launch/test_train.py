@@ -96,7 +96,7 @@ def test_plan_is_all_that_is_made(tmp_path, capsys):
     _, *words = arguments(ARITHMETIC, output_dir=folder, **SHORT)
     assert main([*words, "--plan"]) == 0  # the recipe comes first
     said = capsys.readouterr().out
-    assert said.startswith("OPO training plan\n  rollout ")
+    assert "OPO training plan\n  rollout " in said
     assert "\n  data       2,048 prompts of arithmetic" in said
     assert not folder.exists()
     assert main([*words, "--plan", "--dataset_name", "./absent"]) == 2
