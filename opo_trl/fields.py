@@ -38,10 +38,6 @@ INHERITED = {
 }
 
 
-# Limits for the magnitude of non-zero floats: a value beyond them is a typo, and its float32 square is 0 or infinity.
-SMALLEST, LARGEST = 1e-30, 1e30
-
-
 @dataclass(frozen=True)
 class Range:
     """The allowed numbers of a field."""
@@ -62,9 +58,7 @@ class Range:
             return True
         above = number > self.low if self.ends[0] == "(" else number >= self.low
         below = number < self.high if self.ends[1] == ")" else number <= self.high
-        # Counts have at most 64 bits; the limits for floats also reject NaN and infinity.
-        sized = abs(number) < 2**64 if self.integer else number == 0 or SMALLEST <= abs(number) <= LARGEST
-        return bool(above and below and sized)
+        return bool(above and below and -math.inf < number < math.inf)
 
     def __str__(self) -> str:
         if self.text:

@@ -1,7 +1,7 @@
 """
 Train a model with OPO or another method, from a recipe.
 
-    accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train --config recipes/R.yaml [--alpha 0.3]
+    accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train recipes/R.yaml [--alpha 0.3]
 
 A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the method's configuration ([`OPOConfig`], or
 [`OPOConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
@@ -39,12 +39,11 @@ from .data.rollouts import RECORDED
 from .launch import foreign, output_dir, preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
 from .launch.data import Data, load_data, source_of
-from .launch.recipe import parse
+from .launch.recipe import arguments, read
 from .launch.resume import check_same_run, continues, forget_if_changed, known_accuracies
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import Tools, check_conversations, load_tools
-from .launch.words import check_at_once, split
 from .report import run_folder
 from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError, told
@@ -73,9 +72,9 @@ def prepare(argv: Sequence[str]) -> Run:
     Raises:
         `ValueError`, `ImportError`: the run is impossible as requested; no file has been touched.
     """
-    check_at_once(argv)
-    with _blamed_on(f"The command line {' '.join(mask_words(argv))!r}"):
-        script, args, model_config, recipe = parse(argv)
+    given = read(argv)
+    recipe = given.as_stored  # before a library changes a mapping
+    script, args, model_config = arguments(given)
     check_together(script, args, model_config, recipe)
     if not isinstance(args, OPOConfig):  # asynchronous training
         args.check_requirements(script, model_config)
@@ -105,8 +104,9 @@ def prepare(argv: Sequence[str]) -> Run:
         if checkpoint is not None and isinstance(trainer, OPOTrainer):
             with _blamed_on(f"resume_from_checkpoint={checkpoint!r}"):
                 check_resumable(trainer, checkpoint)
+    trainer.plan += f"\n  {'data':<10} {data.plan}"
     lock: AbstractContextManager[Any] = nullcontext()
-    if args.process_index == 0:
+    if args.process_index == 0 and not given.plan:
         lock = output_dir.claim(folder, resume=resume, overwrite=script.overwrite)
         if checkpoint is None:
             forget_if_changed(folder, settings)
@@ -214,7 +214,6 @@ def run(ready: Run) -> dict[str, Any]:
     summary = known_accuracies(folder, checkpoint)
     before = ReportBefore(trainer, data.report, script.report_samples, summary)
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
-    trainer.plan += f"\n  {'data':<10} {data.plan}"
     if is_main:
         files.write(folder / run_folder.PLAN, trainer.plan + "\n")
     started = time.perf_counter()
@@ -245,12 +244,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     if argv is None:
         argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
-    _, debug, _ = split(argv)
+    debug = "--debug" in argv
     try:
         ready = prepare(argv)
     except (ValueError, ImportError, OSError, RewardError) as error:
         return report_error("opo-trl train", error, debug=debug)
     status = 0
+    if "--plan" in argv:
+        ready.trainer.accelerator.print(ready.trainer.plan)
+        ready.trainer.end()
+        for made in (folder := Path(ready.trainer.args.output_dir)) / "completions", folder:
+            with suppress(OSError):  # only if empty
+                made.rmdir()
+        return 0
     with ready.lock:
         try:
             run(ready)
@@ -261,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, OSError) and not _is_within(error.filename, ready.trainer.args.output_dir):
                 raise
             return report_error("opo-trl train", error, debug=debug, status=1)
-        except SystemExit as error:  # of a library, or of a user's code that nothing names
+        except SystemExit as error:  # of a library, or of a user's code: with status 0, the run would look finished
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{where.name} ({where.filename}, line {where.lineno}) has ended training with {told(error)}."
             return report_error("opo-trl train", RuntimeError(said), debug=debug, status=1)

@@ -18,7 +18,6 @@ from opo_trl.checks import paths
 from opo_trl.checks.errors import report_error
 from opo_trl.checks.secrets import mask_words
 from opo_trl.checks.text import one_line
-from opo_trl.launch.words import overrides
 from opo_trl.methods import BASELINE
 
 from .jobs import OWN_FIELDS, Job, check, failure, run_missing
@@ -113,7 +112,8 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
     stems = [path.stem for path in recipes]
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise ValueError(f"Several recipes are named {twice[0]!r}, which is the method's name. Rename one of them.")
-    if own := [name for name in overrides(fields) if name in OWN_FIELDS]:
+    names = [word[2:].split("=")[0].replace("-", "_") for word in fields if word.startswith("--")]
+    if own := [name for name in names if name in OWN_FIELDS]:
         raise ValueError(f"--{own[0]} is set by this command for each run. Remove it.")
     jobs = [
         Job(recipe, seed, arguments.output / "runs" / recipe.stem / f"seed-{seed}", tuple(fields))

@@ -58,11 +58,9 @@ def check(job: Job) -> None:
     """
     Check a run's recipe, and that a finished run, or one that would resume from a checkpoint, has the same settings.
     """
-    from opo_trl.launch.recipe import describe_unknown, no_options, read  # takes seconds
+    from opo_trl.launch.recipe import read  # takes seconds
 
     found = read(["--config", str(job.recipe), *job.fields, "--seed", str(job.seed)])
-    if names := no_options(found.unknown):
-        raise ValueError(describe_unknown(found.unknown, names, found.trainer))
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
         return
     asked = mask(found.as_stored)

@@ -1,7 +1,7 @@
 """
 The `opo-trl` command.
 
-    opo-trl train --config recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …]
+    opo-trl train recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …] [--plan]
     opo-trl report RUN_FOLDER … [--output REPORT.html]
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl recipes [RECIPE] [--output FOLDER]
@@ -11,7 +11,6 @@ The `opo-trl` command.
 """
 
 import argparse
-import os
 import re
 import signal
 import subprocess
@@ -22,13 +21,12 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..checks.errors import report_error
-from .words import check_at_once, find_accelerate_config, split
 
 
 _FIRST_RUN = """\
 a first run, minutes on a CPU:
   opo-trl recipes arithmetic/opo.yaml
-  opo-trl train --config recipes/arithmetic/opo.yaml
+  opo-trl train recipes/arithmetic/opo.yaml
 your own problems with answers:
   opo-trl recipes own_data.yaml
 """
@@ -65,15 +63,14 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
-    report = commands.add_parser("report", help="print the report of a run, or compare several finished ones")
-    recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
-    diagnose.add_argument(
-        "run", type=Path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
-    )
+    text = "TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+    diagnose.add_argument("run", type=Path, help=text)
     diagnose.add_argument("--output", type=Path, help="also write this .html file")
+    report = commands.add_parser("report", help="print the report of a run, or compare several finished ones")
     report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
     report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
+    recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
     text = "folder to copy to (default: recipes)"
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
@@ -95,68 +92,45 @@ def _run(arguments: argparse.Namespace, words: list[str]) -> int:
 
         return diagnose(arguments.run, arguments.output)
     elif arguments.command == "recipes":
-        from .shipped import copy_out
-        from .shipped import describe as list_recipes
+        from .shipped import copy_out, describe
 
-        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [list_recipes()]), sep="\n")
+        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [describe()]), sep="\n")
     return 0
 
 
 def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate, which also gets every option that is not a field of a recipe."""
-    if not {"-h", "--help", "--help_all"} & {*argv}:
-        check_at_once(argv)
-    import torch
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..config import check_deepspeed
-    from ..report.run_folder import is_run
-    from ..report.run_report import write_or_say_why
-    from .foreign import library
-    from .recipe import describe_unknown, launch_words, read, set_variables
+    from .recipe import launch_words, read, set_variables
     from .signals import passed_on
 
-    fields = read(argv)
-    set_variables(fields.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
-    config_file = find_accelerate_config(fields.values["accelerate_config"], split(argv)[0])
-    if config_file:
-        fix = "Fix that file, or make one with `accelerate config`."
-        with library(f"accelerate_config={config_file!r} cannot be used", fix):
-            config = load_config_from_file(config_file)
-            int(getattr(config, "num_processes", None) or 1)
-        if config.distributed_type == "DEEPSPEED":
-            check_deepspeed(f"accelerate_config={config_file!r}")
-    launch = [*(["--config_file", config_file] if config_file else []), *launch_words(fields.launch), *fields.unknown]
+    given = read(argv)
+    set_variables(given.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
+    config_file = given.values["accelerate_config"]
+    words = [*(["--config_file", config_file] if config_file else []), *launch_words(given.launch), *given.unknown]
     known, place = list(argv), 0
-    for word in fields.unknown:  # argparse returns them in their order
+    for word in given.unknown:  # argparse returns them in their order
         place = known.index(word, place)
         del known[place]
-    script = ["-m", "opo_trl.train", *known]
     launcher = launch_command_parser()
     launcher.error = _reject_option  # type: ignore[method-assign]  # its own shows all options
-    launch_arguments, unknown = launcher.parse_known_args([*launch, *script])
-    if launch_arguments.config_file and not Path(launch_arguments.config_file).is_file():
-        raise ValueError(f"config_file={launch_arguments.config_file!r} does not exist. Use `accelerate_config`.")
-    if unknown or launch_arguments.training_script != "opo_trl.train":
-        names = [word for word in unknown if word.startswith("--")] or [launch_arguments.training_script]
-        raise ValueError(describe_unknown(fields.unknown, names, fields.trainer, further=vars(launch_arguments)))
-    if launch_arguments.config_file is None and not Path(default_config_file).is_file():
-        # Without a configuration, accelerate would name each default that it takes. Precision is the recipe's field.
-        defaults = {"num_processes": torch.accelerator.device_count(), "num_machines": 1}
-        for name, value in {**defaults, "mixed_precision": "no", "dynamo_backend": "no"}.items():
-            if getattr(launch_arguments, name) is None:
-                setattr(launch_arguments, name, value)
+    options, unknown = launcher.parse_known_args([*words, "-m", "opo_trl.train", *known])
+    if unknown or options.training_script != "opo_trl.train":
+        raise ValueError(f"{' '.join(given.unknown)} is neither a field nor an option of `accelerate launch`.")
     try:
         with passed_on():
-            launch_command(launch_arguments)
+            launch_command(options)
     except subprocess.CalledProcessError as error:
         return _status("the training process", error.returncode)
     except ChildFailedError as error:
+        from ..report.run_folder import is_run
+        from ..report.run_report import write_or_say_why
+
         rank, failure = error.get_first_failure()
-        folder = Path(os.path.expanduser(fields.values["output_dir"] or ""))
-        if failure.exitcode != 2 and launch_arguments.machine_rank in (None, 0) and is_run(folder):
+        folder = Path(given.values["output_dir"] or "").expanduser()
+        if failure.exitcode != 2 and options.machine_rank in (None, 0) and is_run(folder):
             write_or_say_why(folder)  # the first process may have been ended before it could
         return _status(f"training process {rank}", failure.exitcode)
     return 0

@@ -30,7 +30,7 @@ def copy_out(name: str, output: Path) -> list[Path]:
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
     sources = [wanted] if wanted.is_file() else [path for path in sorted(wanted.rglob("*")) if path.is_file()]
     for source in [path for path in sources if path.suffix == ".yaml"]:
-        if config := strict_yaml.read(source, lambda _: "text").get("accelerate_config"):
+        if config := strict_yaml.read(source).get("accelerate_config"):
             sources.append((source.parent / config).resolve())
     targets = {output / path.resolve().relative_to(SHIPPED.resolve()): path for path in sources}
     for target, source in targets.items():

@@ -162,15 +162,15 @@ TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}
 
 
 RECIPES = [
-    Case("missing recipe", ["config='no.yaml'", "Pass the path"], fields=["--config", "no.yaml"]),
+    Case("missing recipe", ["config='no.yaml'", "`opo-trl recipes`"], fields=["--config", "no.yaml"]),
     Case(
         "recipe that would run code",
         ["config='recipe.yaml'", "not valid YAML", "python/object/apply"],
         change=write("recipe.yaml", "output_dir: !!python/object/apply:os.system ['touch ran']\n"),
     ),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
-    Case("field of an earlier version", ["torch_dtype='bfloat16'", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
-    Case("misspelt option", ["--learning_rat 1", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
+    Case("field of an earlier version", ["torch_dtype=bfloat16", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
+    Case("misspelt option", ["--learning_rat", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
     Case("env that is not a mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
     Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
     Case("unknown choice", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
@@ -180,7 +180,6 @@ RECIPES = [
 OBJECTIVE = [
     Case("alpha above 1", ["alpha=1.5", "Set `alpha`", "[0, 1]"], {"alpha": 1.5}),
     Case("mu and radius", ["mu=1.0", "chi2_radius=0.1", "Remove one"], {"mu": 1, "chi2_radius": 0.1}),
-    Case("another loss", ["loss_type='grpo'", "ratio_form", "Remove `loss_type`"], {"loss_type": "grpo"}),
 ]
 
 BATCHES = [
@@ -345,7 +344,7 @@ KINDS = [
         ["load_best_model_at_end=True", "Remove"],
         {"load_best_model_at_end": True, "save_strategy": "no"},
     ),
-    Case("LoRA options without LoRA", ["lora_r=4", "Set `use_peft` to true"], {"lora_r": 4}),
+    Case("LoRA options without LoRA", ["lora_r=4 has no effect without `use_peft: true`"], {"lora_r": 4}),
 ]
 
 LAUNCH = [
@@ -363,7 +362,7 @@ LAUNCH = [
     ),
     Case(
         "misspelt launcher option",
-        ["--num_proceses 2", "Did you mean `num_processes`?"],
+        ["--num_proceses", "Did you mean `num_processes`?"],
         fields=["--num_proceses", "2"],
         command="launch",
     ),

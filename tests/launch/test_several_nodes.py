@@ -1,12 +1,11 @@
 """
-Several nodes, on one machine: launchers that connect over the network form one run, and so do the Slurm scripts.
+Several nodes, on one machine: what the Slurm scripts start is one run.
 
 The scripts run as under `sbatch`, with stand-ins for Slurm (`scripts/slurm.py`) that start a command once per node. No
 test runs on a cluster.
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -38,9 +37,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "recipes" / "slurm"
 STAND_INS = ROOT / "tests" / "scripts" / "slurm.py"
 
-# DeepSpeed compiles some of its code.
-DEEPSPEED = importlib.util.find_spec("deepspeed") is not None and all(map(shutil.which, ("g++", "ninja")))
-
 
 def free_port() -> int:
     """A free port that the scripts can derive from a job's number."""
@@ -49,9 +45,6 @@ def free_port() -> int:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
-
-
-# 1. Launchers
 
 
 @pytest.fixture(scope="module")
@@ -67,32 +60,6 @@ def recipe(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     path.write_text(yaml.safe_dump(fields))
     return path
-
-
-def launch(folder: Path, recipe: Path, arguments: list[str], *, machines: int, processes: int) -> Path:
-    """Run `accelerate launch` once per machine, in parallel; returns the folder of the run."""
-    position = arguments.index("--accelerate_config")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", arguments[position + 1]]
-    command += ["--num_machines", str(machines), "--num_processes", str(processes)]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
-    machine_logs = [folder / f"machine-{rank}.log" for rank in range(machines)]
-    started = []
-    for rank, log in enumerate(machine_logs):
-        script = ["-m", "opo_trl.train", "--config", str(recipe), *arguments, "--output_dir", str(folder / "run")]
-        with log.open("w") as file:
-            machine = [*command, "--machine_rank", str(rank), *script]
-            started.append(
-                subprocess.Popen(machine, env=environment(), stdout=file, stderr=file, start_new_session=True)
-            )
-    try:
-        for process, log in zip(started, machine_logs, strict=True):
-            assert process.wait(timeout=600) == 0, log.read_text()[-3000:]
-    finally:
-        for process in started:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert [planned_processes(log) for log in machine_logs] == [[processes], *[[]] * (machines - 1)]
-    return folder / "run"
 
 
 def planned_processes(log: Path) -> list[int]:
@@ -119,20 +86,6 @@ def assert_same_run(one: Path, other: Path):
     moved = max((model[name] - base[name].to(model[name].dtype)).abs().max().item() for name in base)
     assert moved > 1e-4
     assert difference < 0.01 * moved
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not DEEPSPEED, reason="needs DeepSpeed, g++ and ninja")
-def test_two_launchers_of_two_processes_are_one_of_four(recipe, tmp_path):
-    runs = []
-    for machines in (1, 2):
-        folder = tmp_path / str(machines)
-        folder.mkdir()
-        runs.append(launch(folder, recipe, several_processes(folder, "zero2"), machines=machines, processes=4))
-    assert_same_run(*runs)
-
-
-# 2. The Slurm scripts
 
 
 @dataclass
@@ -256,16 +209,6 @@ def test_script_is_valid_shell(path):
         subprocess.run(["shellcheck", "--external-sources", str(path.relative_to(ROOT))], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize("path", sorted(SLURM.glob("*.sbatch")), ids=lambda path: path.name)
-def test_sbatch_reads_every_option(path):
-    """It stops at the first line that is not a comment."""
-    lines = path.read_text().splitlines()
-    first_command = next(i for i, line in enumerate(lines) if not line.startswith("#"))
-    options = [i for i, line in enumerate(lines) if line.startswith("#SBATCH")]
-    assert options
-    assert max(options) < first_command
-
-
 @pytest.fixture(scope="module")
 def one_launch(tmp_path_factory, recipe, fields) -> Path:
     """The run that two nodes have to reproduce."""
@@ -288,18 +231,6 @@ def test_job_on_two_nodes_equals_one_launch(job, recipe, fields, one_launch):
     run = job.folder / "runs" / "a b"
     settings = read_json(run / "settings.json")
     assert (settings["instruction"], settings["vllm_mode"]) == (fields[1], "colocate")
-    assert_same_run(one_launch, run)
-
-
-@pytest.mark.slow
-def test_job_submitted_again_equals_a_run_without_interruption(job, recipe, fields, one_launch):
-    """It stops between the two optimizer steps of its first rollout."""
-    saving = ["--save_strategy", "steps", "--save_steps", "1", "--max_steps"]
-    for steps in (1, 3):
-        status, errors = job.run("colocate.sbatch", str(recipe), *fields, *saving, str(steps))
-        assert status == 0, errors
-    run = job.folder / "runs" / "a b"
-    assert sorted(path.name for path in run.glob("checkpoint-*"))[-1] == "checkpoint-3"
     assert_same_run(one_launch, run)
 
 
@@ -364,10 +295,9 @@ def server() -> list[str]:
     ("hosts", "gpus", "more", "serving", "training"),
     [
         ("127.0.0.1 127.0.0.2", "4", {}, ("127.0.0.2", "0,1,2,3"), ("127.0.0.1", "4", [])),
-        ("127.0.0.1", "4", {}, ("127.0.0.1", "2,3"), ("127.0.0.1", "2", ["--gpu_ids", "0,1"])),
         ("127.0.0.1", "3", {"SERVER_GPUS": "1"}, ("127.0.0.1", "2"), ("127.0.0.1", "2", ["--gpu_ids", "0,1"])),
     ],
-    ids=["two nodes", "one node", "GPUs of the server"],
+    ids=["two nodes", "one node"],
 )
 def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts, gpus, more, serving, training):
     port = server[1].rpartition(":")[2]
@@ -397,82 +327,35 @@ def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts,
     ]
 
 
-def test_asynchronous_training_ends_with_its_server(stand_ins, server):
-    more = {"HOSTS": "127.0.0.1", "SLURM_GPUS_ON_NODE": "2", "SERVER": "fails in training", "TRAINING": "continues"}
-    status, errors = stand_ins.run("async_server.sbatch", ASYNC, *server, **more)
-    assert status == 1
-    assert "error: the vLLM server ended during training" in errors
-
-
 @pytest.mark.parametrize(
     ("script", "argv", "more", "message"),
     [
         ("async_server.sbatch", [ASYNC], {"HOSTS": "127.0.0.1"}, "a single node needs a GPU for the server and one"),
         ("async_server.sbatch", [], {}, "the recipe is for trainer: opo, not async_opo: use vllm_server.sbatch"),
-        ("vllm_server.sbatch", [ASYNC], {}, "use async_server.sbatch"),
+        ("vllm_server.sbatch", [], {"HOSTS": "127.0.0.1"}, "--nodes=2 or more"),
         ("colocate.sbatch", [ASYNC], {}, "use async_server.sbatch"),
     ],
 )
-def test_script_for_another_kind_of_server_is_named(stand_ins, recipe, script, argv, more, message):
+def test_script_for_another_job_is_named(stand_ins, recipe, script, argv, more, message):
     status, errors = stand_ins.run(script, *(argv or [str(recipe)]), **more)
     assert status == 1
     assert message in errors
     assert not stand_ins.calls("srun")
 
 
-def test_job_with_a_server_has_the_status_of_its_training(stand_ins, recipe, fields):
-    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, TRAINING="7")
-    assert status == 7
-    assert "error: training ended with status 7" in errors
-
-
-@pytest.mark.parametrize(
-    ("server", "message", "launchers"),
-    [("fails at once", "ended before it was ready", 0), ("fails in training", "ended during training", 1)],
-)
-def test_server_that_dies_fails_the_job(stand_ins, recipe, fields, server, message, launchers):
-    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, SERVER=server, TRAINING="continues")
-    assert status == 1
-    assert f"error: the vLLM server {message}: see runs/slurm/{stand_ins.number}/server.log" in errors
-    assert len(stand_ins.calls("opo-trl")) == launchers
-
-
-def test_server_that_is_never_ready_fails_the_job(stand_ins, recipe, fields):
-    more = {"SERVER": "is never ready", "SERVER_TIMEOUT": "1"}
+def test_server_that_dies_fails_the_job(stand_ins, recipe, fields):
+    more = {"SERVER": "fails in training", "TRAINING": "continues"}
     status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, **more)
     assert status == 1
-    assert "error: the vLLM server is not ready after" in errors
-    assert not stand_ins.calls("opo-trl")
-
-
-def test_server_needs_a_separate_node(stand_ins, recipe, fields):
-    status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, HOSTS="127.0.0.1")
-    assert status == 1
-    assert "--nodes=2 or more" in errors
-
-
-@pytest.mark.parametrize("argv", [[], ["no such.yaml"]])
-def test_missing_recipe_is_named(stand_ins, argv):
-    status, errors = stand_ins.run("colocate.sbatch", *argv)
-    assert status == 1
-    assert f"error: no recipe '{' '.join(argv)}' in {stand_ins.folder}" in errors
-
-
-def test_arguments_for_a_server_are_rejected_without_a_server(stand_ins, recipe, fields):
-    status, errors = stand_ins.run("colocate.sbatch", str(recipe), *fields, "--", "--max_model_len", "5")
-    assert status == 1
-    assert "error: arguments after '--' are for a server" in errors
-    assert not stand_ins.calls("opo-trl")
+    assert f"error: the vLLM server ended during training: see runs/slurm/{stand_ins.number}/server.log" in errors
 
 
 @pytest.mark.parametrize(
     ("checkpoint", "restarts", "added"),
     [
         ("checkpoint-50/trainer_state.json", 0, ["--resume_from_checkpoint", "last"]),
-        ("checkpoint-50/trainer_state.json", 1, ["--resume_from_checkpoint", "last"]),
         # An incomplete checkpoint: of this job, or of another one, which `opo-trl train` rejects
         ("checkpoint-50/model.safetensors", 1, ["--resume_from_checkpoint", "auto"]),
-        ("checkpoint-50/model.safetensors", 0, []),
     ],
 )
 def test_restarted_job_continues_the_run(stand_ins, recipe, fields, checkpoint, restarts, added):
@@ -484,12 +367,10 @@ def test_restarted_job_continues_the_run(stand_ins, recipe, fields, checkpoint, 
         assert argv[argv.index(str(recipe)) + 1 :] == [*added, *fields, "--vllm_mode", "colocate"]
 
 
-@pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("saves when told", True), ("continues", False)])
-@pytest.mark.parametrize("script", ["colocate.sbatch", "vllm_server.sbatch"])
-def test_job_out_of_time_is_requeued_if_it_made_progress(stand_ins, recipe, fields, script, training, requeued):
-    process = stand_ins.start(script, str(recipe), *fields, TRAINING=training)
-    trainers = 2 if script == "colocate.sbatch" else 1
-    wait_until(lambda: len(stand_ins.calls("opo-trl")) == trainers)
+@pytest.mark.parametrize(("training", "requeued"), [("saves", True), ("continues", False)])
+def test_job_out_of_time_is_requeued_if_it_made_progress(stand_ins, recipe, fields, training, requeued):
+    process = stand_ins.start("colocate.sbatch", str(recipe), *fields, TRAINING=training)
+    wait_until(lambda: len(stand_ins.calls("opo-trl")) == 2)
     wait_until((stand_ins.folder / "trains").exists)
     process.send_signal(signal.SIGUSR1)
     status, errors = stand_ins.finish(process)

@@ -2,17 +2,12 @@
 
 import json
 import os
-import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
-from accelerate.commands import launch as accelerate_launch
 from datasets import Dataset
 from helpers import DEVICE_FIELDS, USE_CPU, environment
 from invariance.canonical import fsdp_on_cpu
@@ -24,12 +19,9 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOTrainer, methods
 from opo_trl.checks.files import read_json, read_lines, write_json
 from opo_trl.data.arithmetic import base_model_path
-from opo_trl.launch import cli
-from opo_trl.launch.callbacks import table
 from opo_trl.launch.recipe import parse
 from opo_trl.launch.resume import known_accuracies
 from opo_trl.rewards.errors import RewardError
-from opo_trl.rollout.checkpoint import finalize
 from opo_trl.train import main
 
 
@@ -94,11 +86,22 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
         assert all(cell["scored"] == 24 for level in summary[time].values() for cell in level.values())
 
 
+def test_plan_is_all_that_is_made(tmp_path, capsys):
+    folder = tmp_path / "run"
+    _, *words = arguments(ARITHMETIC, output_dir=folder, **SHORT)
+    assert main([*words, "--plan"]) == 0  # the recipe comes first
+    said = capsys.readouterr().out
+    assert "OPO training plan\n  rollout " in said
+    assert "\n  data       2,048 prompts of arithmetic" in said
+    assert not folder.exists()
+    assert main([*words, "--plan", "--dataset_name", "./absent"]) == 2
+
+
 def test_recipe_in_the_run_folder_repeats_the_run(run):
     *original, written = parse(arguments(ARITHMETIC, output_dir=run, alpha=0.3, **SHORT))
     *repeated, again = parse(["--config", str(run / "recipe.yaml")])
     assert again == written
-    assert again["env"] == {"OMP_NUM_THREADS": 1}
+    assert again["env"] == {"OMP_NUM_THREADS": "1"}
     for first, second in zip(original, repeated, strict=True):
         differing = {k for k in vars(first) if vars(first)[k] != vars(second)[k]}
         assert differing <= {"distributed_state", "__cached__setup_devices", "logging_dir"}, differing
@@ -109,11 +112,7 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
     ("overrides", "message"),
     [
         ({"overwrite": "false"}, "is not empty"),
-        ({"levels": "Level 9"}, "Level 9"),
         ({"fraction": 0.0001}, "fraction=0.0001"),
-        ({"reward_funcs": "no_such.reward"}, "reward_funcs='no_such.reward'"),
-        ({"dataset_name": "./no_such"}, "no_such"),
-        ({"prompt_style": "dataset"}, "the dataset has no column 'prompt', only ['problem'"),
     ],
 )
 def test_rejected_run_leaves_the_run_in_its_folder_alone(run, capsys, overrides, message):
@@ -131,21 +130,6 @@ def test_run_resumes_where_it_was_saved(run):
     summary = read_json(run / "summary.json")
     assert summary["before"] == before  # the base model's accuracy, not that of the checkpoint
     assert summary["optimizer_steps"] == 6
-
-
-class Foreign:
-    """Not a tensor, number or text."""
-
-
-def test_foreign_pickle_in_a_checkpoint_is_blamed_on_the_checkpoint(run, tmp_path, capsys):
-    [checkpoint] = run.glob("checkpoint-*")
-    copy = Path(shutil.copytree(run, tmp_path / "run")) / checkpoint.name
-    torch.save(Foreign(), copy / "rollout_state_0.pt")
-    (copy / "manifest.json").unlink()
-    finalize(copy)
-    longer = {**SHORT, "max_steps": 9, "resume_from_checkpoint": copy}
-    assert main(arguments(ARITHMETIC, output_dir=copy.parent, alpha=0.3, **longer)) == 2
-    assert f"error: resume_from_checkpoint='{copy}' cannot be used: UnpicklingError" in capsys.readouterr().err
 
 
 # The report before training
@@ -179,7 +163,7 @@ def train_watched(config: str, folder: str) -> None:
     assert main(arguments(ARITHMETIC, **here, **rollout, **rest)) == 0
 
 
-@pytest.mark.parametrize("config", ["fsdp2", "zero3", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("config", ["fsdp2", "zero3"])
 def test_nothing_is_generated_before_the_model_is_sharded(tmp_path, config):
     folder = tmp_path / "run"
     status = launch(train_watched, config, str(folder), config=config, processes=2, folder=tmp_path)
@@ -187,7 +171,7 @@ def test_nothing_is_generated_before_the_model_is_sharded(tmp_path, config):
     for process in range(2):
         generated = json.loads((folder / f"generated_{process}.json").read_text())
         assert len(generated) == 6  # the report, greedy and sampled at two levels, a validation and a rollout
-        assert all(entry == [0, config != "zero2", config != "fsdp2"] for entry in generated), generated
+        assert all(entry == [0, True, config == "zero3"] for entry in generated), generated
     summary = read_json(folder / "summary.json")
     for time in ("before", "after"):
         assert all(summary[time][level]["greedy"]["scored"] == 4 for level in ("Level 3", "Level 4"))
@@ -224,14 +208,6 @@ def test_accuracies_before_training_are_measured_again_only_if_settings_changed(
         assert (read_json(summary) == before) is not repeated
 
 
-def test_run_that_ended_during_the_report_repeats_it_when_resumed(tmp_path):
-    options = {**BRIEF, "output_dir": tmp_path / "run"}
-    assert main(arguments(ARITHMETIC, **options, reward_funcs="test_train.unscored_reward")) == 1
-    assert not (tmp_path / "run" / "summary.json").exists()
-    assert main(arguments(ARITHMETIC, **options, resume_from_checkpoint="auto")) == 0
-    assert read_json(tmp_path / "run" / "summary.json").keys() >= {"before", "after"}
-
-
 def test_model_is_saved_before_the_report(tmp_path, monkeypatch):
     def fails(*_):
         raise RewardError("too late")
@@ -256,8 +232,7 @@ def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_mod
     assert summary["after"].keys() == {"Level 4"}
 
 
-@pytest.mark.parametrize("place", ["its own folder", "a new folder"])
-def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path, place):
+def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path):
     folder = tmp_path / "grpo"
     options = {"use_cpu": USE_CPU, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
     options |= {"max_steps": 1, "save_steps": 1, "logging_steps": 1, "max_completion_length": 4}
@@ -266,7 +241,7 @@ def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path, place):
     theirs = GRPOTrainer(base_model_path(), lambda completions, **_: [1.0] * len(completions), args, data)
     theirs.train()
     theirs.save_model()
-    output = folder if place == "its own folder" else tmp_path / "opo"
+    output = tmp_path / "opo"
     short = {"max_steps": 2, "validation_steps": 2, "validation_size": 4, "report_size": 4, "save_strategy": "no"}
     resume = {"resume_from_checkpoint": folder / "checkpoint-1", "output_dir": output, "overwrite": "false"}
     assert main(arguments(ARITHMETIC, **short, **resume)) == 0
@@ -289,15 +264,6 @@ def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_asid
     assert [path.name for path in (output / "completions").iterdir()] == ["completions_00001.parquet"]
     assert [path.name for path in (tmp_path / "run-2" / "completions").iterdir()] == ["completions_00009.parquet"]
     assert "split_batches: false" in (output / "recipe.yaml").read_text()
-
-
-def test_table_shows_the_accuracies_that_are_known():
-    cell = {"accuracy": 0.5, "low": 0.25, "high": 0.75}
-    text = table({"Level 3": {"greedy": cell}}, {"Level 4": {"greedy": cell}})
-    assert text.splitlines()[1:] == [
-        "Level 3, greedy            50.0% [25.0%, 75.0%]",
-        f"{'Level 4, greedy':<52} 50.0% [25.0%, 75.0%]",
-    ]
 
 
 def test_base_model_learns_to_carry_on_the_trained_level_and_a_harder_one(tmp_path):
@@ -342,15 +308,6 @@ def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
     assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_report_that_fails_hides_no_error(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("opo_trl.report.run_report.render", lambda *_: 1 / 0)
-    options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.unscored_reward", "report_size": 1}
-    assert main(arguments(ARITHMETIC, **options)) == 1
-    error = capsys.readouterr().err
-    assert "unscored_reward" in error.partition("opo-trl train: error: ")[2]
-    assert "The report could not be written: ZeroDivisionError: division by zero. `opo-trl report " in error
-
-
 def spoiling_reward(completions, **_):
     """The log cannot be written any more."""
     log = Path(os.environ["SPOILED"])
@@ -368,69 +325,12 @@ def test_log_that_cannot_be_written_ends_a_run_with_a_line(tmp_path, monkeypatch
     assert said in capsys.readouterr().err
 
 
-NAMED = "Level $\\foo$ <b>\u2028\x85|"
-
-
-def test_level_of_any_name_is_measured_and_reported(tmp_path, capsys):
-    (tmp_path / "data").mkdir()
-    for split, first in (("train", 0), ("test", 100)):
-        rows = [{"problem": f"{n}+1", "answer": str(n + 1), "level": NAMED} for n in range(first, first + 40)]
-        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    named = {"dataset_name": str(tmp_path / "data"), "levels": [NAMED], "report_levels": [NAMED]}
-    short = {"max_steps": 1, "report_size": 4, "validation_steps": 1, "validation_levels": [NAMED]}
-    here = {"reward_funcs": ["accuracy_reward"], "save_strategy": "no", "accelerate_config": None}
-    recipe = {**yaml.safe_load(ARITHMETIC.read_text()), **named, **short, **here, "validation_size": 4}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(arguments(tmp_path / "recipe.yaml", output_dir=tmp_path / "run")) == 0
-    printed = capsys.readouterr()
-    assert "Report: " in printed.out
-    assert "could not be written" not in printed.err
-    assert "Level $\\foo$ <b>\\u2028\\x85|, greedy" in printed.out
-    assert len((tmp_path / "run" / "completions.jsonl").read_text().splitlines()) == 8
-
-
 def test_with_alpha_1_nothing_is_learned(tmp_path):
     """It gives every completion of a group the same weight: the control of the test above."""
     assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=1.0, weight_decay=0.0, **SHORT)) == 0
     trained = load_file(tmp_path / "run" / "model.safetensors")
     base = load_file(Path(base_model_path()) / "model.safetensors")
     assert all((trained[name].to(base[name].dtype) == base[name]).all() for name in base)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        {"accelerate_config": ACCELERATE / "multi_gpu.yaml", "num_processes": 2, "bf16": False},
-    ],
-    ids=["one process", "two processes"],
-)
-def test_launcher_ends_with_status_2_and_one_message(tmp_path, overrides):
-    done = opo_trl_train(*arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=3, **overrides))
-    assert done.returncode == 2
-    assert done.stderr.count("alpha=3.0 is not allowed") == 1
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("content", ["", "- 1", "text", "a: [1", "distributed_type: WHAT", "num_processes: many"])
-def test_damaged_accelerate_configuration_is_named(tmp_path, capsys, content):
-    (tmp_path / "accelerate.yaml").write_text(content)
-    words = arguments(ARITHMETIC, output_dir=tmp_path / "run", accelerate_config=tmp_path / "accelerate.yaml")
-    assert cli.main(["train", *words]) == 2
-    said = capsys.readouterr().err
-    assert "accelerate.yaml' cannot be used: " in said
-    assert "make one with `accelerate config`" in said
-
-
-def test_launcher_says_nothing_of_accelerates_defaults(tmp_path, monkeypatch, capfd):
-    launched = []
-    monkeypatch.setattr(accelerate_launch, "simple_launcher", launched.append)
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", *arguments(ARITHMETIC, output_dir=tmp_path / "run")]) == 0
-    (options,) = launched
-    precision = "no" if USE_CPU else "bf16"
-    assert (options.num_machines, options.mixed_precision, options.dynamo_backend) == (1, precision, "no")
-    assert "defaults used" not in "".join(capfd.readouterr())
 
 
 def ascii_reward(completions, **kwargs):
@@ -470,21 +370,3 @@ def test_qwen3_recipe_trains_on_the_real_math_rows(small_qwen3, shared_data, tmp
     assert log[1]["opo/chi2"] > log[0]["opo/chi2"]
     prompts = [json.dumps(line["prompt"]) for line in read_lines(tmp_path / "run" / "completions.jsonl")]
     assert all("boxed" in prompt for prompt in prompts)
-
-
-@pytest.mark.slow  # forty seconds; MATH's recipe takes the same path
-def test_qwen3_recipe_of_gsm8k_trains_on_its_real_rows(small_qwen3, shared_data, tmp_path):
-    text = (ROOT / "recipes" / "qwen3-1.7b" / "gsm8k" / "opo.yaml").read_text()
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("".join(line for line in text.splitlines(True) if not line.startswith("dataset_config:")))
-    fields = {"model_name_or_path": small_qwen3, "dataset_name": shared_data / "gsm8k"}
-    fields |= {"report_size": 1, "max_steps": 3}
-    rewards = ("--reward_funcs", "accuracy_reward", "test_train.ascii_reward")
-    assert main([*arguments(recipe, **{**HERE, **SMALL, **fields}, output_dir=tmp_path / "run"), *rewards]) == 0
-    plan = (tmp_path / "run" / "plan.txt").read_text()
-    assert re.search(
-        r"data +7,4\d\d prompts of .*problem is its column 'question'; solution is its column 'answer'", plan
-    )
-    log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
-    assert [line["opo/pass"] for line in log] == [1, 1, 2]
-    assert read_json(tmp_path / "run" / "summary.json")["after"].keys() == {"all"}
