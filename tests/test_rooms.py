@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from opo_trl.methods import METHODS
-
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "opo_trl"
@@ -17,6 +15,7 @@ ROOMS = (
     "methods",
     "trl",
     "objective",
+    "objectives",
     "checks",
     "rewards",
     "data",
@@ -55,9 +54,8 @@ def imports(module: str) -> set[str]:
 
 
 def room(module: str) -> str:
-    """The room of a module; the file of a method is on the floor of the trainer."""
-    name = module.split(".")[1]
-    return "trainer" if name not in ROOMS and name in {method.trainer.split(".")[1] for method in METHODS} else name
+    """The room of a module."""
+    return module.split(".")[1]
 
 
 INSIDE = [module for module in MODULES if "." in module]
