@@ -5,15 +5,18 @@ TRL packs a micro-batch as a prefix tree, and attends along its paths with Flash
 `kernels` takes from the Hub at the first step. That kernel is made for Hopper GPUs, and takes 16-bit numbers only.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
+from trl.trainer.utils import compute_flops_per_token
 
 from ..trl import temporarily
 
@@ -26,6 +29,14 @@ def check_model(model: torch.nn.Module) -> None:
             f"{type(inner).__name__} has an attention of its own, which does not keep apart the samples that "
             "asynchronous training packs as trees. Train it with `trainer: opo` (`OPOTrainer`), or another model."
         )
+
+
+def flops_per_token(config: Any, length: int) -> float:
+    """TRL's estimate, for a metric; NaN where it knows no such model: its first step would end the run."""
+    try:
+        return compute_flops_per_token(config, length)
+    except AttributeError:
+        return math.nan
 
 
 @contextmanager

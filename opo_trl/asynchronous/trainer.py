@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -166,6 +166,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
         if (options := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
             options["opo"] = kind(args.objective_fields)  # sent to the worker's process
+            if isinstance(self.rollout_worker, AsyncRolloutWorker):
+                options["vocab_size"] = cast(Any, self.model.config).get_text_config().vocab_size
 
     def _check_sharding(self):
         """TRL does not gather such parameters before it sends them."""
@@ -203,8 +205,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         options = getattr(self.rollout_worker, "_loop_kwargs", None)
         if options is not None:
             options |= {"trained": frozenset(trained)}
-            if "dataset_start_index" in options:  # of TRL's worker
-                options["dataset_start_index"] = 0
+            if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
+                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
 
     def _streaming_iter(self):
         """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
@@ -328,7 +330,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         """After an optimizer step: count its prompts, gather its samples from all processes, once, and log them."""
         if not self._passes_left:
             self._trained_groups |= self._groups_of_step
-        super()._log_step_metrics()
+            end, waiting = self._epoch_stop_groups or math.inf, set().union(*self._collated)
+            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
+            if min(waiting, default=-1) >= end:
+                unscored = {*range(cast(int, end))} - self._trained_groups
+                self._trained_groups |= unscored
+                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
+        with temporarily(async_grpo_trainer, compute_flops_per_token=attention.flops_per_token):
+            super()._log_step_metrics()
         # Processes have different numbers of samples.
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
         table, self._reports = self.accelerator.gather(table).cpu(), []
@@ -351,8 +360,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         over = torch.tensor(int(epochs_are_over), device=self.accelerator.device)
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
-        else:
-            super()._run_epoch(**named)
+            return
+        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
+        super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)

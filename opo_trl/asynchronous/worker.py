@@ -6,6 +6,7 @@ A worker or server that is gone ends the run. TRL alone notices a dead process o
 stop.
 """
 
+import asyncio
 import math
 import os
 import queue
@@ -24,6 +25,7 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from ..checks.secrets import mask_text
+from ..checks.text import quoted
 from ..objective import Objective
 from ..rewards.checked import checked_reward
 from ..rewards.errors import RewardError, told
@@ -32,14 +34,28 @@ from .targets import with_targets
 
 
 MOST_UNSCORED = 100  # groups in a row, after which the run ends
+_MAY_PASS = (408, 425, 429)  # answers with which a server asks for another try
 
 
 class OPORolloutLoop(_AsyncRolloutLoop):
-    """TRL's rollout loop, with targets by the objective `opo`, without groups that an earlier run has `trained`."""
+    """
+    TRL's rollout loop, with targets by the objective `opo`, without groups that an earlier run has `trained`. Those
+    after the first `epochs` are generated when these have been scored, to fill up the last optimizer step.
+    """
 
-    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), **named):
+    def __init__(
+        self,
+        *,
+        opo: Objective,
+        trained: Collection[int] = frozenset(),
+        epochs: int = 0,
+        vocab_size: float = math.inf,
+        **named,
+    ):
         super().__init__(**named)
-        self.opo, self.trained = opo, trained
+        self.opo, self.trained, self.epochs, self.vocab_size = opo, trained, epochs, vocab_size
+        self._left = epochs - sum(group < epochs for group in trained)
+        self._epochs_are_scored = asyncio.Event()
         self._unscored = 0  # groups, in a row
         # The names of environments follow those of the functions.
         self.reward_funcs = [*map(checked_reward, self.reward_funcs, self.reward_func_names)]
@@ -60,20 +76,31 @@ class OPORolloutLoop(_AsyncRolloutLoop):
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
 
-    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
+        if group_id >= self.epochs and self._left > 0:
+            await self._epochs_are_scored.wait()
+        return await super()._generate_one(prompt, tool_dict, tools, group_id)
+
+    async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
+        server = f"The vLLM server at {mask_text(self.vllm_server_url)}"
         try:
-            tokens, logps = await super()._generate_one_turn(prompt_ids)
-            if not all(map(math.isfinite, logps)):
-                raise ValueError("one is infinite or NaN")
-        except (LookupError, TypeError, ValueError) as error:  # TypeError: one is null, or there are none
-            raise RuntimeError(
-                f"The vLLM server at {mask_text(self.vllm_server_url)} has answered without the log-probability "
-                f"of each token ({told(error)}). Its own log may say why."
-            ) from error
-        return tokens, logps
+            answer = await super()._post(path, payload, timeout, max_retries=1)  # the caller repeats it
+            check_completion(answer, self.vocab_size)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            status = getattr(error, "status", 500)  # of an `aiohttp.ClientResponseError`; aiohttp comes with vLLM
+            said = f"{server} fails: {told(error)}. Its own log may say why."
+            # A redirect, a page, no completion, or a request that it rejects for good; anything else may pass.
+            lasts = isinstance(error, ValueError) or status < 400 or (status < 500 and status not in _MAY_PASS)
+            raise (RuntimeError if lasts else ConnectionResetError)(said) from error
+        return answer
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
+        self._left -= 1
+        if not self._left:
+            self._epochs_are_scored.set()
         conversations = [i for i, rows in enumerate(group.completions_sequences) for _ in rows]
         kept = with_targets(samples, conversations, self.opo) if samples else []
         self._counters["sample/unscored_total"] += len(samples) - len(kept)
@@ -134,6 +161,20 @@ class OPORolloutWorker(AsyncRolloutWorker):
             process.kill()
             self._process = None
         super().stop()
+
+
+def check_completion(answer: Any, vocab_size: float) -> None:
+    """Check that a server has returned tokens of the vocabulary, each with its log-probability; or a `ValueError`."""
+    try:
+        choice = answer["choices"][0]
+        ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        largest, finite = max(ids, default=0), [x for x in logps if x is not None and math.isfinite(x)]
+    except (LookupError, TypeError):
+        raise ValueError(f"it returns no tokens, but {quoted(answer)}") from None
+    if largest >= vocab_size:
+        raise ValueError(f"it returns token {largest:,}, and the model has {vocab_size:,}. It serves another model")
+    if not len(finite) == len(logps) == len(ids):
+        raise ValueError(f"it returns {len(finite)} finite log-probabilities of {len(ids)} tokens")
 
 
 def check_logprobs(client: VLLMClient, temperature: float) -> None:

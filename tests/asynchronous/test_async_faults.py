@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
+import aiohttp
 import faulty
 import psutil
 import pytest
@@ -176,17 +177,27 @@ def test_silent_server_ends_the_run(monkeypatch, tiny_model, tmp_path):
 CHOICE = {"token_ids": [10, 258], "logprobs": {"token_logprobs": [-1.0, -0.5]}}
 
 
+def completion(**entries) -> dict:
+    return {"choices": [{**CHOICE, **entries}]}
+
+
 @pytest.fixture
 def server():
-    """An HTTP server that answers requests with its `answer`."""
+    """An HTTP server that does what its `answer` says: a status with a body, or an address."""
 
     class Answers(BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
+            status, body = made.answer
+            self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", body)
+            text = body if isinstance(body, str) else json.dumps(body)
+            self.send_header("Content-Type", "text/html" if isinstance(body, str) else "application/json")
             self.end_headers()
-            self.wfile.write(json.dumps(made.answer).encode())
+            self.wfile.write(text.encode())
+
+        do_GET = do_POST
 
         def log_message(self, *args):
             pass
@@ -202,23 +213,42 @@ def server():
 def loop_for(server, model, tmp_path):
     """The loop of the worker's process, with real requests."""
     url, opo = f"http://me:secret@127.0.0.1:{server.server_port}", OPO(scripted.config(tmp_path))
-    return faulty.loop_here(OPORolloutLoop, model, vllm_server_url=url, opo=opo, max_inflight_tasks=2)
+    return faulty.loop_here(OPORolloutLoop, model, vllm_server_url=url, opo=opo, vocab_size=259, max_inflight_tasks=2)
+
+
+FAILS = r"The vLLM server at http://\*\*\*@127\.0\.0\.1:\d+ fails: "
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("answer", "said"),
     [
-        ({"choices": []}, "IndexError"),
-        ({"choices": [{**CHOICE, "logprobs": None}]}, "TypeError"),
-        ({"choices": [{**CHOICE, "logprobs": {"token_logprobs": [-1.0, math.nan]}}]}, "one is infinite or NaN"),
-        ({"choices": [{**CHOICE, "logprobs": {"token_logprobs": [None, -1.0]}}]}, "TypeError"),
+        ((404, {}), "ClientResponseError: 404"),
+        ((302, "/login"), "TooManyRedirects"),
+        ((200, "<html>Log in</html>"), r"ContentTypeError: 200, .*text/html"),
+        ((200, {"choices": []}), r"ValueError: it returns no tokens, but \{'choices': \[\]\}"),
+        ((200, completion(logprobs=None)), "ValueError: it returns no tokens, but .*'logprobs': None"),
+        ((200, completion(logprobs={"token_logprobs": [-1.0, math.nan]})), "returns 1 finite .* of 2 tokens"),
+        ((200, completion(logprobs={"token_logprobs": [None, -1.0]})), "returns 1 finite .* of 2 tokens"),
+        ((200, completion(token_ids=[10, 259])), r"token 259, and the model has 259\. It serves another"),
     ],
 )
-def test_server_without_log_probabilities_is_named(tiny_model, tmp_path, server, body, said):
-    """Without its password."""
-    server.answer = body
+def test_server_that_fails_is_named(tiny_model, tmp_path, server, answer, said):
+    """With its status and without its password; not a tool or an environment."""
+    server.answer = answer
     loop = loop_for(server, tiny_model, tmp_path)
-    told = rf"server at http://\*\*\*@127\.0\.0\.1:\d+ has answered without the log-probability of each.*{said}"
-    with pytest.raises(RuntimeError, match=told) as raised:
+    with pytest.raises(RuntimeError, match=FAILS + f".*{said}") as raised:
         asyncio.run(asyncio.wait_for(loop._run_loops(asyncio.Event()), LIMIT))
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [500, 429])
+def test_server_that_may_recover_is_named_and_asked_again(tiny_model, tmp_path, server, status):
+    server.answer = (status, {})
+    loop = loop_for(server, tiny_model, tmp_path)
+
+    async def once():
+        async with aiohttp.ClientSession() as loop.session:
+            await loop._post("/v1/completions", {"model": "policy", "prompt": [1], "max_tokens": 2}, 5)
+
+    with pytest.raises(ConnectionResetError, match=FAILS + f"ClientResponseError: {status}"):  # TRL asks again
+        asyncio.run(once())

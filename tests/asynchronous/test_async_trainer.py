@@ -9,7 +9,14 @@ import scripted
 import torch
 from helpers import BACKEND, EXACT, distance, norm, relative_error, snapshot
 from invariance.launch import launch, logs
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    GPTNeoXConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from opo_trl import AsyncOPOTrainer
 from opo_trl.asynchronous.attention import tree_attention
@@ -192,6 +199,19 @@ def test_attention_is_along_the_paths_of_the_tree(window):
             for head in range(4):
                 scores = 0.5 * key[0, head // 2, seen] @ query[0, head, token]
                 assert torch.allclose(made[0, token, head], scores.softmax(0) @ value[0, head // 2, seen], atol=1e-6)
+
+
+def test_model_whose_operations_trl_cannot_count_is_trained(tiny_model, tmp_path):
+    small = {"vocab_size": 259, "hidden_size": 32, "num_attention_heads": 2}
+    config = GPTNeoXConfig(**small, num_hidden_layers=2, intermediate_size=48)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "model")
+    model, args = str(tmp_path / "model"), scripted.config(tmp_path)
+    groups = scripted.conversations(model, groups=2)
+    rows = scripted.samples(groups, args)
+    args.per_device_train_batch_size = len(rows)
+    (step,) = scripted.train(model, args, rows).recorder.steps
+    assert relative_error(step.gradient, scripted.reference(model, step.policy, groups, args).gradient) < EXACT
 
 
 def test_model_with_an_attention_of_its_own_is_rejected(tiny_model, tmp_path):
