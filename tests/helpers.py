@@ -286,9 +286,6 @@ class RecordingGRPO(Recording, GRPOTrainer):
     pass
 
 
-RecordingBaseline = RecordingOPO
-
-
 def make_trainer(
     model: str | torch.nn.Module,
     folder: Path,

@@ -69,8 +69,7 @@ def test_values_in_the_tables_are_accepted(library, tmp_path):
             settings |= {name: value for name, value in yaml.safe_load(text).items() if settings.get(name) is None}
         if settings:
             recipe = tmp_path / "recipe.yaml"
-            trainer = "grpo" if {"loss_type", "scale_rewards"} & settings.keys() else "opo"
-            base = {"trainer": trainer, "model_name_or_path": "m", "dataset_name": "d", "output_dir": str(tmp_path)}
+            base = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": str(tmp_path)}
             recipe.write_text(yaml.safe_dump({**base, "bf16": False, "use_cpu": True, **settings}))
             if settings.get("trainer") == "async_opo":
                 read(["--config", str(recipe)])

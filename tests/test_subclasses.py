@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import Recording, RecordingBaseline, RecordingOPO, Script, distance, logged, make_trainer, norm, snapshot
+from helpers import Recording, RecordingOPO, Script, distance, logged, make_trainer, norm, snapshot
 from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
@@ -43,7 +43,7 @@ def same(one, other) -> bool:
 # Rewards
 
 
-@pytest.mark.parametrize("parent", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("parent", [RecordingOPO])
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_rewards_changed_or_made_by_a_subclass_are_those_trained_on(tiny_model, tmp_path, parent, rounds):
     wanted = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]  # one unscored; a group that dynamic sampling replaces

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-LONGEST = 2**30  # bytes that are read of a file, unzipped
+LONGEST = 2**28  # bytes that are read of a file, unzipped
 
 
 def read_text(path: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RecordingBaseline, RecordingOPO, make_trainer
+from helpers import RecordingOPO, make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -128,7 +128,7 @@ def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_mod
     make_trainer(loaded(is_trainable=True), tmp_path / "run", beta=0.1).train()
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("trainer_class", [RecordingOPO])
 def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path, trainer_class):
     model, another = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
 

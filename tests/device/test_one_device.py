@@ -29,7 +29,6 @@ from counting import SETTINGS, assert_no_more_than_grpo
 from datasets import Dataset
 from helpers import (
     EXACT,
-    RecordingBaseline,
     RecordingGRPO,
     Script,
     logged,
@@ -60,8 +59,8 @@ def weigh(rollout, trainer):
 
 RUNS = {
     "GRPO": {"trainer_class": RecordingGRPO, "num_iterations": 2, "beta": 0.1, "max_steps": 4},
-    "GSPO": {"trainer_class": RecordingBaseline, "importance_sampling_level": "sequence", **OFF_POLICY},
-    "DAPO": {"trainer_class": RecordingBaseline, "loss_type": "dapo", "epsilon_high": 0.28, **PASSES},
+    "GSPO": {"objective": "gspo", **OFF_POLICY},
+    "DAPO": {"objective": "dapo", "epsilon_high": 0.28, **PASSES},
     "AdamW": {
         "optim": "adamw_torch",
         "learning_rate": 1e-3,
@@ -215,7 +214,7 @@ RESUMED = {
     "inside a rollout": {"at": 3, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "bf16": True},
     "moving reference": {"at": 2, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4},
     "dynamic sampling": {"at": 3, **PASSES, "max_sampling_rounds": 3},
-    "DAPO": {"at": 3, **PASSES, "trainer_class": RecordingBaseline},
+    "DAPO": {"at": 3, **PASSES, "objective": "dapo"},
     "entry on the host": {"at": 2, **PASSES, "max_steps": 4, "trainer_class": WithHostEntry},
 }
 
@@ -229,7 +228,7 @@ def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
 # What fails
 
 
-@pytest.mark.parametrize("trainer_class", [{}, {"trainer_class": RecordingBaseline}], ids=["OPO", "baseline"])
+@pytest.mark.parametrize("trainer_class", [{}, {"objective": "grpo"}], ids=["OPO", "GRPO"])
 def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path, trainer_class):
     def poison(rollout, trainer):
         if int(rollout["rollout"][0]) == 1:

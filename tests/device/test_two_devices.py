@@ -31,8 +31,8 @@ from counting import SETTINGS, assert_no_more_than_grpo
 from datasets import Dataset
 from helpers import (
     EXACT,
-    RecordingBaseline,
     RecordingGRPO,
+    RecordingOPO,
     Script,
     logged,
     make_trainer,
@@ -54,7 +54,7 @@ DIVIDED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
 
 RUNS = {
     "GRPO": {"trainer_class": RecordingGRPO, "num_iterations": 2, "beta": 0.1, "max_steps": 4, "learning_rate": 0.02},
-    "DAPO": {"trainer_class": RecordingBaseline, "loss_type": "dapo", "epsilon_high": 0.28, **PASSES},
+    "DAPO": {"trainer_class": RecordingOPO, "loss_type": "dapo", "epsilon_high": 0.28, **PASSES},
     "replay": PASSES,
     "bfloat16": {**PASSES, "bf16": True, "learning_rate": 0.02, **ROUNDED},
     "dynamic sampling": {**PASSES, **DIVIDED, "script": HalfDead, "max_sampling_rounds": 4},
@@ -207,4 +207,4 @@ def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path, library):
 def test_one_process_that_sees_two_devices_trains_on_the_first(tiny_model, tmp_path):
     trainer = on_device(tiny_model, tmp_path, max_steps=2)
     assert logged(trainer)[-1]["grad_norm"] > 0
-    assert "one of 2 GPUs here" in trainer.plan
+    assert "one of 2 GPUs" in trainer.plan

@@ -321,15 +321,6 @@ RUNS = [
         RESUME,
         change=earlier_run({**TRAINED, "alpha": 0.9, "learning_rate": 0.1}),
     ),
-    Case(
-        "adapter for another base",
-        ["resume_from_checkpoint=", "adapter for './other'", "model_name_or_path='./model'", "Set"],
-        {"resume_from_checkpoint": "run/checkpoint-1", "use_peft": True},
-        change=both(
-            earlier_run(**{"adapter_config.json": b'{"base_model_name_or_path": "./other"}'}),
-            remove("run/settings.json"),
-        ),
-    ),
 ]
 
 KINDS = [

@@ -53,6 +53,10 @@ def found_at_all(completions, **columns) -> list[float]:
     return [float("right" in [message["content"] for message in turns]) for turns in completions]
 
 
+def without_columns(completions, prompts, completion_ids, trainer_state, log_extra, log_metric, level, type, solution):
+    return [0.0] * len(completions)
+
+
 class NoReset:
     """Not an environment."""
 
@@ -148,7 +152,7 @@ def test_game_is_played_through_the_real_template(arguments, small_qwen3, tmp_pa
 
 def test_functions_are_tools_and_a_factory_makes_environments(arguments):
     fields = {"tools": [named("add")], "environment_factory": named("make_game")}
-    trainer = prepare(arguments(**fields, reward_funcs=[named("found_at_all")], trainer="grpo")).trainer
+    trainer = prepare(arguments(**fields, reward_funcs=[named("found_at_all")])).trainer
     assert [tool.__name__ for tool in trainer.tools] == ["add", "guess"]
     assert trainer.reward_func_names == ["found_at_all", "Guessing"]
 

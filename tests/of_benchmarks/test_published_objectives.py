@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers import EXACT, Recording, RecordingBaseline, Script, distance, norm, trained
+from helpers import EXACT, Recording, RecordingOPO, Script, distance, norm, trained
 
 from benchmarks.objectives import neighbours, published
 from opo_trl import OPOTrainer
@@ -36,9 +36,7 @@ def test_gradients_are_those_of_trl(tiny_model, tmp_path, name):
     own = trained(
         tiny_model, tmp_path / "own", script=Script(), trainer_class=kind, log_ratio_reduction=reduction, **PASSES
     )
-    trl = trained(
-        tiny_model, tmp_path / "trl", script=Script(), trainer_class=RecordingBaseline, **FIELDS[name], **PASSES
-    )
+    trl = trained(tiny_model, tmp_path / "trl", script=Script(), trainer_class=RecordingOPO, **FIELDS[name], **PASSES)
     norms = [norm(other.gradient) for other in trl.steps]
     assert sorted(norms)[1] > 0.01  # GSPO clips all completions of a step
     for one, other, size in zip(own.steps, trl.steps, norms, strict=True):

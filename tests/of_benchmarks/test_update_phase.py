@@ -76,7 +76,7 @@ def test_a_phase_trains_on_the_fixed_rollout_and_is_timed_completely(method, mon
         mask = batch["completion_mask"].bool()
         tokens = [ids[kept].tolist() for ids, kept in zip(batch["completion_ids"], mask, strict=True)]
         assert tokens == rollout.completions
-        assert ("old_per_token_logps" in batch) == (method != "OPO")  # OPO does that later, for half of them
+        assert ("old_per_token_logps" in batch) == (method == "GRPO")  # ours does that later, for half of them
         assert batch["advantages"].abs().sum() > 0
     assert any((p != old).any() for p, old in zip(trainer.model.parameters(), before, strict=True))
     assert trainer.state.global_step == 2

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import RecordingBaseline, make_trainer
+from helpers import RecordingOPO, make_trainer
 from transformers import TrainerCallback
 
 from opo_trl.rewards.errors import RewardError
 
 
-def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingBaseline:
+def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingOPO:
     arguments = {"reward_funcs": reward_funcs}
-    return make_trainer(tiny_model, folder, trainer_class=RecordingBaseline, trainer_arguments=arguments)
+    return make_trainer(tiny_model, folder, trainer_class=RecordingOPO, trainer_arguments=arguments)
 
 
-def rewards_of(trainer: RecordingBaseline, n: int = 3) -> torch.Tensor:
+def rewards_of(trainer: RecordingOPO, n: int = 3) -> torch.Tensor:
     """`[n, number of reward functions]`, of n completions."""
     inputs = [{"prompt": "1+1="} for _ in range(n)]
     return trainer._calculate_rewards(inputs, ["1+1="] * n, ["2"] * n, [[5]] * n)

@@ -18,7 +18,7 @@ import scorers
 import torch
 from answers import ADVERSARIAL
 from datasets import Dataset
-from helpers import PROMPTS, RecordingBaseline, RecordingOPO, logged, make_trainer, trained, wait_until
+from helpers import PROMPTS, RecordingOPO, logged, make_trainer, trained, wait_until
 from invariance.launch import launch, logs
 
 from opo_trl import OPOConfig
@@ -280,7 +280,7 @@ FATES = ["1", "0", "raise", "0.5", "hang in native code", "1", "0", "1"]
 def fated(tiny_model: str, tmp_path: Path, reward: IsolatedReward, fates: list[str] = FATES, **options):
     data = Dataset.from_dict({"prompt": PROMPTS, "fate": fates})
     arguments = {"reward_funcs": reward, "train_dataset": data}
-    options = {"trainer_class": RecordingBaseline, "max_steps": 4, "shuffle_dataset": False, **options}
+    options = {"trainer_class": RecordingOPO, "max_steps": 4, "shuffle_dataset": False, **options}
     return make_trainer(tiny_model, tmp_path / "run", trainer_arguments=arguments, **options)
 
 

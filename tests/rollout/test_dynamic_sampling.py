@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import BACKEND, RecordingBaseline, RecordingOPO, Script, logged, make_trainer
+from helpers import BACKEND, RecordingOPO, Script, logged, make_trainer
 from invariance.launch import launch, logs
 from transformers import TrainerCallback
 
@@ -61,7 +61,7 @@ def prompts_of(trainer, rollout) -> list[int]:
 # A rollout
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("trainer_class", [RecordingOPO])
 def test_zero_variance_groups_are_replaced_and_no_prompt_of_an_epoch_is_lost_or_repeated(
     tiny_model, tmp_path, trainer_class
 ):

@@ -15,7 +15,6 @@ import pytest
 import torch
 from guessing import GAMES, TOOL_WROTE, Guessing
 from helpers import (
-    RecordingBaseline,
     RecordingOPO,
     Reference,
     Script,
@@ -221,10 +220,10 @@ def test_advantage_of_a_conversation_reaches_every_token_of_all_its_turns(player
     assert seen[3] + seen[4] + seen[5] >= 4
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
-def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch, trainer_class):
+@pytest.mark.parametrize("objective", ["opo", "grpo"])
+def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch, objective):
     """In the second step the log-ratios are not 0; there the environment's tokens get other log-probabilities."""
-    options = {"trainer_class": trainer_class} | ({"loss_type": "grpo"} if trainer_class is RecordingBaseline else {})
+    options, trainer_class = {"objective": objective}, RecordingOPO
     parent = trainer_class._get_per_token_logps_and_entropies
     shifted = []
 

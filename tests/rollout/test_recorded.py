@@ -12,7 +12,6 @@ import yaml
 from datasets import Dataset
 from helpers import (
     PROMPTS,
-    RecordingBaseline,
     RecordingOPO,
     distance,
     even_tokens,
@@ -73,7 +72,7 @@ def recorded(tiny_model, tmp_path_factory) -> Path:
     ("trainer_class", "options"),
     [
         (RecordingOPO, {"num_iterations": 2, "max_staleness": 1}),
-        (RecordingBaseline, {"loss_type": "grpo", "epsilon": 0.01}),
+        (RecordingOPO, {"loss_type": "grpo", "epsilon": 0.01}),
     ],
 )
 def test_training_on_its_recorded_rollouts_repeats_a_run(tiny_model, tmp_path, trainer_class, options):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import (
-    RecordingBaseline,
     RecordingOPO,
     Reference,
     Script,
@@ -271,7 +270,7 @@ def test_draws_depend_on_seed_rollout_and_pass():
     assert len({draw(s, r, p) for s in range(3) for r in range(3) for p in range(1, 4)}) > 9
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("trainer_class", [RecordingOPO])
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_run_resumes_bitwise_in_the_middle_of_a_pass_and_of_a_buffer(tiny_model, tmp_path, trainer_class, staleness):
     options = {"max_steps": 15, "max_staleness": staleness, "trainer_class": trainer_class, "optim": "adamw_torch"}
@@ -326,16 +325,14 @@ def test_earlier_rollouts_of_another_size_are_not_replayed(tiny_model, tmp_path)
     last = str(tmp_path / "checkpoint-6")  # the end of a rollout
     larger = make_trainer(tiny_model, tmp_path, max_staleness=2, **{**options, "steps_per_generation": 8})
     message = "with earlier rollouts, made with {}, but this run has {}.*`max_staleness` to 0"
-    with pytest.raises(ValueError, match=message.format("per_device_.* × steps_per_generation=16", ".*=32")):
+    with pytest.raises(ValueError, match=message.format("steps_per_generation=4", "steps_per_generation=8")):
         larger.train(resume_from_checkpoint=last)
     other_groups = make_trainer(tiny_model, tmp_path, max_staleness=2, num_generations=2, **options)
     with pytest.raises(ValueError, match=message.format("num_generations=4", "num_generations=2")):
         other_groups.train(resume_from_checkpoint=last)
-    same = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
-    for other in ({"steps_per_generation": 8}, {"max_staleness": 1}, {"max_staleness": 2, **same}):
-        resumed = make_trainer(tiny_model, tmp_path, **{**options, **other})
-        resumed.train(resume_from_checkpoint=last)
-        assert [entry["step"] for entry in logged(resumed)][6:] == [7, 8]
+    resumed = make_trainer(tiny_model, tmp_path, **{**options, "steps_per_generation": 8})
+    resumed.train(resume_from_checkpoint=last)
+    assert [entry["step"] for entry in logged(resumed)][6:] == [7, 8]
 
 
 # The budget

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import RecordingBaseline, RecordingOPO, Script, logged, make_trainer, snapshot, trained
+from helpers import RecordingOPO, Script, logged, make_trainer, snapshot, trained
 from safetensors.torch import load_file
 
 from opo_trl.rollout import checkpoint
@@ -67,7 +67,7 @@ def test_samples_replace_a_link_and_may_be_lost_on_a_full_disk(tmp_path, caplog,
     assert torch.load(tmp_path / "skipped_step_0.pt")["step"] == 1
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("trainer_class", [RecordingOPO])
 def test_step_is_skipped_and_the_next_is_taken(tiny_model, tmp_path, trainer_class):
     trainer = trained(
         tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(1), max_steps=4, optim="adamw_torch"
@@ -103,7 +103,7 @@ def test_learning_rate_follows_its_schedule_over_a_skipped_step(tiny_model, tmp_
         assert not trainer.accelerator.optimizer_step_was_skipped
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("trainer_class", [RecordingOPO])
 def test_samples_of_a_skipped_step_are_kept_and_reproduce_its_loss(tiny_model, tmp_path, trainer_class):
     trainer = trained(tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(1), max_steps=3)
     kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
@@ -128,7 +128,7 @@ def test_only_the_micro_batches_of_the_skipped_step_are_kept(tiny_model, tmp_pat
     assert len(rows) == 8
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO, RecordingBaseline])
+@pytest.mark.parametrize("trainer_class", [RecordingOPO])
 @pytest.mark.parametrize(
     ("options", "rollouts"),
     [
