@@ -1,5 +1,6 @@
 """Numbers out of their range: ours, and those of TRL and Transformers that would train without a word."""
 
+import dataclasses
 import math
 
 import pytest
@@ -15,7 +16,8 @@ from opo_trl.launch.async_recipe import AsyncRecipeConfig
 
 CONFIGURATIONS = (AsyncRecipeConfig, OPOConfig, OPOScriptArguments, ModelConfig)
 # The last decides.
-KINDS = {name: kind for kind in CONFIGURATIONS for name in ranges.of(kind)}
+KINDS = {field.name: kind for kind in CONFIGURATIONS for field in dataclasses.fields(kind)}
+KINDS |= {name: kind for kind in CONFIGURATIONS for name in ranges.of(kind)}
 RANGES = {name: allowed for kind in CONFIGURATIONS for name, allowed in ranges.of(kind).items()}
 
 

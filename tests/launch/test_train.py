@@ -298,7 +298,7 @@ def test_baseline_runs_from_its_recipe_and_logs_what_opo_logs(run, tmp_path):
     assert after["pass_at"].keys() == {"1", "2", "4", "8"}
     assert after["pass_at"]["1"] <= after["pass_at"]["8"]
     report = (tmp_path / "run" / "report.html").read_text()
-    for said in ("Level 4, sampled, pass@8", "frac_reward_zero_std"):
+    for said in ("Level 4, sampled, pass@8", "Zero-variance groups"):
         assert said in report
     assert "Escort" not in report
 

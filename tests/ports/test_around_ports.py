@@ -431,12 +431,10 @@ def test_what_is_rejected_and_not_by_trl(tiny_model, tmp_path):
     """As docs/migrating.md says."""
     for fields, said in (
         ({"temperature": 0}, "positive"),
-        ({"top_k": -1}, "0 for all tokens"),
-        ({"scale_rewards": "x"}, "one of group, batch, none"),
         ({"learning_rate": "1e-5"}, "finite number"),
         ({"generation_kwargs": {"max_new_tokens": 5}}, "Set `max_completion_length` to 5"),
         ({"epsilon": 0.3}, "Remove `epsilon`"),
-        ({"loss_type": "dr_grpo"}, "Remove `loss_type`"),
+        ({"loss_type": "bnpo"}, "nearest is dapo"),
         ({"gradient_accumulation_steps": 12}, "needs 12 prompts"),
     ):
         make(GRPOConfig, GRPOTrainer, Run(tmp_path), tiny_model, **fields)
