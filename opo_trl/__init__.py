@@ -24,7 +24,7 @@ def __getattr__(name: str):
         "OPOTrainer": ".trainer",
     }
     if name in ("RolloutConfig", "RolloutTrainer"):
-        raise AttributeError(f"{name} is gone: use OPO{name[7:]} with `objective`, such as objective='grpo'.")
+        raise ImportError(f"{name} is gone: use OPO{name[7:]} with `objective`, such as objective='grpo'.")
     if name in modules:
         return getattr(import_module(modules[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -398,6 +398,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
                 f"sync_ref_model=True with beta={self.beta} has no effect: without a KL term there is no reference "
                 "model. Set `beta` to a positive number, or remove `sync_ref_model`."
             )
+        require(self.top_p is None or 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         weights = self.reward_weights
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
         if self.vllm_server_base_url is not None:

@@ -3,9 +3,9 @@ Train a model with OPO or another method, from a recipe.
 
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train recipes/R.yaml [--alpha 0.3]
 
-A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of the method's configuration ([`OPOConfig`], or
-[`OPOConfig`] with `trainer: grpo`) and of [`~trl.ModelConfig`]; fields on the command line override it. The files
-of a run are listed in `opo_trl.report.run_folder`.
+A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of [`OPOConfig`] (with `trainer: async_opo`, of
+[`AsyncOPOConfig`]) and of [`~trl.ModelConfig`]; fields on the command line override it. The files of a run are listed
+in `opo_trl.report.run_folder`.
 """
 
 import dataclasses

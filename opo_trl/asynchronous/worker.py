@@ -168,11 +168,12 @@ def check_completion(answer: Any, vocab_size: float) -> None:
     try:
         choice = answer["choices"][0]
         ids, logps = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        largest, finite = max(ids, default=0), [x for x in logps if x is not None and math.isfinite(x)]
+        strange = [i for i in ids if not 0 <= i < vocab_size]
+        finite = [x for x in logps if x is not None and math.isfinite(x)]
     except (LookupError, TypeError):
         raise ValueError(f"it returns no tokens, but {quoted(answer)}") from None
-    if largest >= vocab_size:
-        raise ValueError(f"it returns token {largest:,}, and the model has {vocab_size:,}. It serves another model")
+    if strange:
+        raise ValueError(f"it returns token {strange[0]:,}, and the model has {vocab_size:,}. It serves another model")
     if not len(finite) == len(logps) == len(ids):
         raise ValueError(f"it returns {len(finite)} finite log-probabilities of {len(ids)} tokens")
 

@@ -21,10 +21,10 @@ _GROUPED = {
     "generation_batch_size weight_sync_steps",
     # With an `adam_epsilon` of 0, unused embeddings become NaN: their gradients are all 0.
     POSITIVE: "num_train_epochs adam_epsilon temperature delta vllm_importance_sampling_clip_max "
-    "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_cap save_steps",
     _NOT_NEGATIVE: "learning_rate weight_decay beta epsilon epsilon_high off_policy_mask_threshold "
     "router_aux_loss_coef vllm_importance_sampling_clip_min",
-    FRACTION: "ref_model_mixup_alpha",
+    FRACTION: "ref_model_mixup_alpha top_entropy_quantile",
 }
 RANGES: dict[str, Range] = {name: allowed for allowed, names in _GROUPED.items() for name in names.split()} | {
     "max_steps": integer(1, also=(-1,), text="an integer of at least 1, or to -1 to use `num_train_epochs`"),

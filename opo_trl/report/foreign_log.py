@@ -50,6 +50,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         content = _rows(found)
         rows = [_numbers(row) for row in content]
         _check_runs([own for own, row in zip(content, rows, strict=True) if _is_of_training(row)])
+        del content
         log, notes = _entries(rows)
         if not any(_OF_GRPO & entry.keys() for entry in log):
             names = {name for row in rows for name in row}
@@ -88,6 +89,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     if len(raw) > _LONGEST:
         raise ValueError(f"it has more than {_LONGEST:,} bytes, the limit. Export fewer steps or columns")
     text = raw.decode("utf-8-sig")  # Windows begins with a mark
+    del raw
     if form in ("csv", "tsv"):
         csv.field_size_limit(max(len(text), csv.field_size_limit()))
         delimiter = max(",;\t", key=text.partition("\n")[0].count)

@@ -32,7 +32,7 @@ def naming(name: str) -> Iterator[None]:
         raise RewardError(
             f"The reward function {name} has raised {told(error)}. Return a list with one number, or None, for each "
             "completion."
-        ) from error
+        ) from (None if isinstance(error, StopIteration) else error)  # `contextlib` would raise that one again
 
 
 def numbers(scores: Any, n_completions: int) -> list[float | None]:

@@ -90,9 +90,9 @@ def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) ->
         in_rows = shared_prompts.model_for(model, rows | shared_prompts.arrange(rows, lengths, np.zeros(2)))
         return scored(both, torch.ones_like(both), length, in_rows)
 
-    def distance(one: Any) -> Tensor:
+    def distance(one: Any, other: Any = None) -> Tensor:
         try:
-            return (one() - alone).square().mean().sqrt()
+            return (one() - (other() if other else alone)).square().mean().sqrt()
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever a model raises that does not take such a mask
@@ -108,7 +108,8 @@ def find(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: int) ->
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs
     with disable_gradient_checkpointing(model, checkpointing):
         alone = logps()
-        noise = distance(partial(logps, first=1)).nan_to_num(posinf=0.0)  # an error is no rounding
+        # Some models reset themselves at position 0. An error is no rounding.
+        noise = distance(partial(logps, first=2), partial(logps, first=1)).nan_to_num(posinf=0.0)
         harmless = same(partial(logps, left=8), partial(logps, right=max(widest - ids.size(1), 8)))
         balance = harmless and shared_prompts.balance(trainer.accelerator.unwrap_model(model))
         share = bool(balance) and same(shared)

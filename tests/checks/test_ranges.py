@@ -69,6 +69,7 @@ def test_values_with_a_meaning_in_transformers_or_trl_are_allowed(given):
     ("given", "says"),
     [
         ({"num_generations": 1}, "at least 2"),
+        ({"top_p": 95.0}, "to a number in .0, 1"),
         ({"max_steps": 0}, "or to -1 to use `num_train_epochs`"),
         ({"sync_ref_model": True}, "sync_ref_model=True with beta=0.0"),
         ({"reward_weights": [0.0, 0.0]}, "other than 0"),

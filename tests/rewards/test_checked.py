@@ -84,6 +84,14 @@ def raise_(error: BaseException):
     raise error
 
 
+def test_reward_that_ends_an_iteration_is_named(tiny_model, tmp_path):
+    def empty(completions, **columns):
+        return raise_(StopIteration())
+
+    with pytest.raises(RewardError, match="function empty has raised StopIteration"):
+        rewards_of(trainer_with(tiny_model, tmp_path, empty))
+
+
 @pytest.mark.parametrize("kind", ["function", "generator", "asynchronous"])
 def test_exit_that_would_end_the_run_without_a_word_is_named(tiny_model, tmp_path, kind):
     def function(completions, **columns):
