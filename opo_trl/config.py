@@ -160,7 +160,8 @@ class ObjectiveConfig:
         self._check_fields_of_others(kind)
         if self.mu is None and self.chi2_radius is None and "mu" in kind.fields:
             self.mu = 0.3
-        if self.log_ratio_clamp is None:
+        reads_clamp = "log_ratio_clamp" in kind.fields or self.objective not in OBJECTIVES
+        if self.log_ratio_clamp is None and reads_clamp:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
     def _check_fields_of_others(self, kind: type[Objective]) -> None:
@@ -306,8 +307,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         True,
         "Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio "
         "is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every "
-        "mean except `entropy`, and off-policy those of log-ratios, which then cover only the other samples. No "
-        "sample is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.",
+        "mean except `entropy` and `clip_ratio/*`, and off-policy those of log-ratios, which then cover only the other "
+        "samples. No sample is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.",
     )
 
     def __post_init__(self):

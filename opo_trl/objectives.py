@@ -13,7 +13,8 @@ With ρ the ratio π/π_k of a token, t of the whole completion, and A the advan
 | `sapo` (2511.20347) | −4/τ·σ(τ(ρ − 1))·A, τ by the sign of A | divided by the length of the completion |
 | `vespo` (2602.10693) | −t^k·exp(λ(1 − t))·A·log π, k and λ by the sign of A | as `cispo` |
 
-[`TOPR`] weighs whole completions. The fields that they read have the meaning that they have in TRL.
+Where a ratio has no gradient, log ρ, of the same gradient, stands for log π. [`TOPR`] weighs whole completions. The
+fields that they read have the meaning that they have in TRL.
 """
 
 import math
@@ -174,7 +175,8 @@ class VESPO(GRPO):
         args, lowest = self.args, math.log(1e-8)
         moved = samples.sum(samples.token_log_ratios.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP))
         if samples.sampler_ratios is not None:
-            moved = moved + samples.sum(samples.sampler_ratios.log().clamp(lowest, SEQUENCE_CLAMP))
+            log = samples.sampler_ratios.log().clamp(lowest, SEQUENCE_CLAMP)
+            moved = moved + (log.squeeze(1) if log.size(1) == 1 else samples.sum(log))
         moved, is_right = moved.clamp(lowest, SEQUENCE_CLAMP), samples.target >= 0
         k = torch.where(is_right, args.vespo_k_pos, args.vespo_k_neg)
         decay = torch.where(is_right, args.vespo_lambda_pos, args.vespo_lambda_neg).clamp(min=1e-4)

@@ -754,7 +754,7 @@ class OPOTrainer(GRPOTrainer):
 
     @profiling_decorator
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Sum of the OPO losses of some samples of an optimizer step, divided by the number of the step's samples."""
+        """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
         if return_outputs:
             raise ValueError("OPOTrainer does not support returning outputs")
         return self._compute_loss(model, inputs)  # never the parent's: that would train another loss

@@ -159,6 +159,9 @@ def test_field_of_another_objective_is_rejected_with_those_that_read_it(config, 
 def test_loss_type_names_an_objective(config):
     for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"):
         assert config(loss_type=name).objective == name
+        made = config(loss_type=name)
+        fields = {each.name: getattr(made, each.name) for each in dataclasses.fields(made) if each.init}
+        assert OPOConfig(**{**fields, "generation_batch_size": None}).objective == name  # made anew of its own fields
     with pytest.raises(ValueError, match=r"loss_type='bnpo' is not allowed.*nearest is dapo"):
         config(loss_type="bnpo")
     with pytest.raises(ValueError, match=r"objective='opo' and loss_type='grpo' are both set"):

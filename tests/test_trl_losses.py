@@ -99,13 +99,6 @@ def gradients(model, folder, name, **options):
     ]
 
 
-def assert_same(trl, ours, *, error=1e-4):
-    assert len(ours.steps) == len(trl.steps) > 1
-    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
-        assert norm(theirs.gradient) > 1e-4
-        assert distance(mine.gradient, theirs.gradient) < error * norm(theirs.gradient)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_gradient_of_every_step_is_that_of_trl(tiny_model, tmp_path, name, option):

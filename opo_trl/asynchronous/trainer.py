@@ -272,7 +272,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         Sum of the losses of some samples of an optimizer step, divided by the number of the step's trained tokens.
 
         The log-ratio of a completion is a sum over its tokens, and so is its gradient: this is the scale of GRPO's
-        mean over tokens. Under `log_ratio_reduction="mean"` the divisor is the number of samples.
+        mean over tokens. For objectives whose `reduction` is no sum, the divisor is the number of samples.
         """
         outputs: Any = None
 
@@ -281,9 +281,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             outputs = model(**named)
             return outputs
 
+        metrics = self._metrics["train"]
+        own = {name: metrics.pop(name) for name in [*metrics] if name.startswith("clip_ratio/")}  # of earlier steps
         super().compute_loss(forward, inputs)  # for its metrics; its loss is dropped
-        for name in [name for name in self._metrics["train"] if name.startswith("clip_ratio/")]:
-            del self._metrics["train"][name]  # nothing is clipped
+        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+            del metrics[name]  # of that loss
+        metrics.update(own)
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
         losses = self._losses(

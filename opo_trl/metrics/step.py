@@ -94,8 +94,8 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     # NaN if no token counts, which TRL logs as None: an entropy of 0 would look like a collapsed policy.
     tokens = samples.tokens.sum()
     metrics["entropy"] = samples.entropy.sum() / tokens
-    if objective.clips and samples.computed.any():
-        computed = samples.computed.bool()
+    computed = samples.computed.bool() & (samples.tokens > 0)
+    if objective.clips and computed.any():
         share = (samples.tokens if objective.clips == "token" else samples.computed)[computed]
         low, high = samples.clipped_low[computed], samples.clipped_high[computed]
         means = {"low": low, "high": high, "region": low + high}

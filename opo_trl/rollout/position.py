@@ -131,7 +131,8 @@ def settings(trainer: Any) -> dict[str, Any]:
     """Settings that determine the rest of a rollout and of a checkpoint, as read from JSON."""
     args, data = trainer.args, trainer.train_dataset
     kind: Any = type(args)
-    content = [name for topic in CONTENT for name in deciding(kind, topic)]
+    # `loss_type` is another way to set `objective`.
+    content = [name for topic in CONTENT for name in deciding(kind, topic) if name != "loss_type"]
     found = {
         "processes": trainer.accelerator.num_processes,
         **{name: getattr(args, name) for name in (*CUT, *STATE, *content, "max_staleness", "seed", "use_vllm")},
