@@ -307,8 +307,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         True,
         "Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio "
         "is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every "
-        "mean except `entropy` and `clip_ratio/*`, and off-policy those of log-ratios, which then cover only the other "
-        "samples. No sample is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.",
+        "mean except `entropy` and `clip_ratio/*`, and off-policy those of log-ratios, which then cover only the "
+        "others. No sample is skipped if a KL term or an entropy bonus acts on it, or if a later iteration needs it.",
     )
 
     def __post_init__(self):
