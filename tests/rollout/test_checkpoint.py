@@ -301,7 +301,12 @@ def test_every_field_that_decides_a_rollout_is_saved(run: Path):
     state = torch.load(run / "checkpoint-1" / "rollout_state_0.pt", weights_only=True)
     saved = json.loads(state["plain"])["settings"].keys()
     fields, of_transformers = ({f.name for f in dataclasses.fields(kind)} for kind in (OPOConfig, TrainingArguments))
-    work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows"}
+    work = {
+        "plan_micro_batches",
+        "max_tokens_per_micro_batch",
+        "skip_inert_rows",
+        "loss_type",
+    }  # which sets `objective`
     bounds = {
         "max_completions",
         "max_reward_failure_rate",
