@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import RecordingGRPO, RecordingOPO, Script, distance, logged, norm, trained
+from helpers import BACKEND, RecordingGRPO, RecordingOPO, Script, distance, logged, norm, trained
+from invariance.launch import launch, logs
 
 from opo_trl.rollout.rows import completion_tokens
 from opo_trl.trl import temporarily
@@ -85,7 +86,6 @@ READ = {  # which losses read an option, if not all do
     "narrow": ("grpo", "gspo", "dr_grpo", "dapo"),
     "asymmetric": ("grpo", "gspo", "dr_grpo", "dapo"),
     "two-sided": ("grpo", "gspo", "dr_grpo", "dapo"),
-    "sampler's weights of completions": ("grpo", "gspo", "dr_grpo", "dapo", "cispo", "sapo"),
 }
 
 
@@ -99,16 +99,38 @@ def gradients(model, folder, name, **options):
     ]
 
 
+def assert_same(ours, trl) -> None:
+    """The gradient of each step."""
+    assert len(ours.steps) == len(trl.steps) > 1
+    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
+        assert norm(theirs.gradient) > 1e-4
+        assert distance(mine.gradient, theirs.gradient) < 1e-4 * norm(theirs.gradient)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_gradient_of_every_step_is_that_of_trl(tiny_model, tmp_path, name, option):
     if name not in READ.get(option, LOSSES):
         pytest.skip("the loss does not read it")
     trl, ours = gradients(tiny_model, tmp_path, name, **OPTIONS[option])
-    assert len(ours.steps) == len(trl.steps) > 1
-    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
-        assert norm(theirs.gradient) > 1e-4
-        assert distance(mine.gradient, theirs.gradient) < 1e-4 * norm(theirs.gradient)
+    assert_same(ours, trl)
+
+
+def compare_in_two_processes(model: str, folder: str, name: str) -> None:
+    """Runs in each process; completions of the two differ in length, so that their numbers of tokens do."""
+    options = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "ddp_backend": BACKEND, "beta": 0.1}
+    trl, ours = gradients(model, Path(folder), name, **options)
+    tokens = [rollout.completion_mask.sum() for rollout in ours.rollouts]
+    assert ours.accelerator.num_processes == 2
+    assert len({*ours.accelerator.gather(tokens[0][None].to(ours.accelerator.device)).tolist()}) == 2
+    assert_same(ours, trl)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_gradient_is_that_of_trl_in_two_processes(tiny_model, tmp_path, name):
+    arguments = (tiny_model, str(tmp_path), name)
+    status = launch(compare_in_two_processes, *arguments, config="cpu", processes=2, folder=tmp_path / "logs")
+    assert status == [0, 0], logs(tmp_path / "logs")
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "sapo"])
@@ -137,5 +159,4 @@ def test_recipe_trains_the_loss_that_it_names(tiny_model, tmp_path, method):
         tiny_model, tmp_path, script=Script(**script), trainer_class=RecordingGRPO, **{**options, **LOSSES[method]}
     )
     ours = trained(tiny_model, tmp_path, script=Script(**script), objective=method, **options)
-    for mine, theirs in zip(ours.steps, trl.steps, strict=True):
-        assert distance(mine.gradient, theirs.gradient) < 1e-4 * norm(theirs.gradient)
+    assert_same(ours, trl)
