@@ -7,13 +7,16 @@ import pytest
 import scripted
 import torch
 from datasets import Dataset
+from helpers import even_tokens
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 
 from opo_trl import AsyncOPOTrainer
 from opo_trl.asynchronous.in_process import InProcessLoop, InProcessWorker
-from opo_trl.objective import OPO
+from opo_trl.asynchronous.trainer import PackedSamples
+from opo_trl.objective import OPO, Samples
+from opo_trl.objectives import OBJECTIVES
 
 
 PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
@@ -25,10 +28,12 @@ def scored_by_length(completion_ids, place, **named):
     return [None if i == 2 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
 
 
-def make(model: str, args, peft_config=None, **named) -> tuple[AsyncOPOTrainer, InProcessWorker]:
+def make(
+    model: str, args, peft_config=None, reward=scored_by_length, **named
+) -> tuple[AsyncOPOTrainer, InProcessWorker]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = PLAIN
-    worker = InProcessWorker(model, args, PROMPTS, scored_by_length, tokenizer, **named)
+    worker = InProcessWorker(model, args, PROMPTS, reward, tokenizer, **named)
     more = {"rollout_worker": worker, "weight_transfer": worker, "peft_config": peft_config}
     trainer = AsyncOPOTrainer(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **more)
     trainer.remove_callback(scripted.PrinterCallback)
@@ -190,3 +195,50 @@ def test_tokens_of_a_tool_are_not_trained(tiny_model, tmp_path):
         assert trained[-1] == "42<|im_end|>"
         assert not called or trained[0].startswith(f"{THOUGHT}<tool_call>")
         assert not called or "<tool_response>\n42\n" in parts[2][1]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dapo"])
+def test_losses_of_trl_have_their_targets_and_log_the_clip_ratios_of_every_step(tiny_model, tmp_path, objective):
+    entries = {}
+    for steps in (1, 2):
+        fields = {"objective": objective, "epsilon": 0.05, "learning_rate": 0.5, "max_completion_length": 6}
+        args = scripted.config(
+            tmp_path / str(steps), per_device_train_batch_size=8, max_steps=4, logging_steps=steps, **fields
+        )
+        trainer, _ = make(tiny_model, args, reward=even_tokens, staleness=2)
+        trainer.train()
+        entries[steps] = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    clipped = [entry["clip_ratio/region_mean"] for entry in entries[1]]
+    assert 0 < clipped[2] != clipped[3]
+    assert entries[2][1]["clip_ratio/region_mean"] == pytest.approx(sum(clipped[2:]) / 2)
+    assert {entry["opo/mu"] for entry in entries[1]} == {1}
+    assert not any("opo/escort/ess" in entry for entry in entries[1])
+
+
+@pytest.mark.parametrize("word", [*OBJECTIVES])
+def test_packed_tokens_have_the_loss_and_gradient_of_padded_ones(tmp_path, word):
+    """As both trainers hand them to an objective."""
+    args = scripted.config(tmp_path, objective=word)
+    objective, random = OBJECTIVES[word](args), torch.Generator().manual_seed(1)
+    mask = torch.arange(6) < torch.tensor([[6], [2], [4], [3]])
+    logps, anchor = (-torch.rand((4, 6), generator=random, dtype=torch.float64) for _ in range(2))
+    target = torch.tensor([1.2, -0.4, 0.5, -1.3], dtype=torch.float64)
+    one = torch.ones_like(target)
+    more = {"target": target, "mu": one, "weights": one, "age": 0 * one, "reused": True}
+    found = []
+    for packed in (False, True):
+        own = logps.clone().requires_grad_()
+        row = mask.nonzero()[:, 0]
+        tokens = {"logps": own, "anchor_logps": anchor, "mask": mask}
+        if packed:
+            tokens = {
+                "logps": own[mask],
+                "anchor_logps": anchor[mask],
+                "mask": torch.ones_like(row).bool(),
+                "row": row,
+            }
+        loss = objective.loss((PackedSamples if packed else Samples)(**tokens, **more)).total(one < 0)
+        found.append((loss.detach(), torch.autograd.grad(loss.sum(), own)[0]))
+    assert found[0][1].norm() > 1e-4
+    for padded, packed in zip(*found, strict=True):
+        torch.testing.assert_close(padded, packed, rtol=1e-12, atol=1e-12)
