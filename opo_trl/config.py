@@ -14,7 +14,7 @@ from .checks.environment import check_installed
 from .checks.ranges import require
 from .checks.secrets import Masked
 from .checks.silent import check_options
-from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, RUN, WORK, Range, default, integer, setting
+from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, Range, default, integer, setting
 from .metrics.log import Watch
 from .objective import DriveScaling, Objective, Positivity, RatioForm, Reduction
 from .objectives import NEAREST, OBJECTIVES, Push, objective_named
@@ -262,34 +262,34 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         "Model that wrote the recorded completions, folder or Hub id. It computes their log-probabilities before "
         "training, if they are not recorded.",
     )
-    save_rollouts: Annotated[bool, RUN] = setting(
+    save_rollouts: bool = setting(
         False,
         "Whether to record all completions of training in the folder `rollouts` of `output_dir`, in the form that"
         " `rollouts` reads. Costs one forward pass over each rollout if training needs none.",
     )
-    max_completions: Annotated[int | None, RUN, COUNT] = setting(
+    max_completions: Annotated[int | None, COUNT] = setting(
         None,
         "Number of completions to generate for training, at least 1: the run ends with the first rollout that "
         "reaches it, or earlier, by `max_steps` or `num_train_epochs`.",
     )
-    max_reward_failure_rate: Annotated[float, RUN, FRACTION] = setting(
+    max_reward_failure_rate: Annotated[float, FRACTION] = setting(
         0.1,
         "Maximum fraction of completions, in `[0, 1]`, that an [`IsolatedReward`] may fail to score; above it, "
         "the run ends. The fraction is a moving average over all processes, in which each round of generation has"
         " weight 0.1. 1 sets no limit.",
     )
-    max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
+    max_skipped_steps: Annotated[int, COUNT] = setting(
         10,
         "Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint "
         "and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in "
         "`skipped_step_{process}.pt`.",
     )
-    watches: Annotated[list[str], RUN] = setting(
+    watches: list[str] = setting(
         list,
         "Bounds on logged metrics, such as `'warn if entropy < 0.1'` or `'stop if opo/chi2 > 2'`; see "
         "[`~metrics.watches.Watches`].",
     )
-    plan_micro_batches: Annotated[bool, WORK] = setting(
+    plan_micro_batches: bool = setting(
         True,
         "Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim "
         "each micro-batch to its longest sample, and exchange samples so that all processes compute about the "
@@ -298,12 +298,12 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         "but no more tokens than that many of the longest, if prompts can be computed once). With ZeRO-2, ZeRO-3 "
         "and FSDP, which communicate in every micro-batch, it is the smallest possible.",
     )
-    max_tokens_per_micro_batch: Annotated[int | None, WORK, integer(1, text="a positive number of tokens")] = setting(
+    max_tokens_per_micro_batch: Annotated[int | None, integer(1, text="a positive number of tokens")] = setting(
         None,
         "Maximum number of tokens in a micro-batch, including padding, so long samples get smaller micro-batches."
         " A single sample above the limit gets one to itself. Needs `plan_micro_batches`.",
     )
-    skip_inert_rows: Annotated[bool, WORK] = setting(
+    skip_inert_rows: bool = setting(
         True,
         "Whether to skip zero-gradient samples: completions with g = 0, in an optimizer step where the log-ratio "
         "is still 0, or in any step with `objective: topr`, which does not pull them back. They count in every "

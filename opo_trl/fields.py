@@ -15,10 +15,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, get_type_hints
 
 
-# Topics: what a field can decide …
+# Topics: what a field can decide of the trained model; others have none.
 DATA, MODEL, SAMPLING, REWARDS, OBJECTIVE, OPTIMIZER = "data", "model", "sampling", "rewards", "objective", "optimizer"
-# … or what it is about, if it decides nothing about the trained model.
-WORK, RUN = "work", "run"
 
 # Fields of TRL and Transformers. Ours are annotated where they are defined.
 INHERITED = {

@@ -9,7 +9,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 from ..checks import devices
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_fields
-from ..fields import COUNT, OBJECTIVE, POSITIVE, RUN, setting
+from ..fields import COUNT, OBJECTIVE, POSITIVE, setting
 
 
 # Field → its possible values.
@@ -70,7 +70,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     vespo_k_neg: Annotated[float, OBJECTIVE, POSITIVE] = setting(3.0, "VESPO's power elsewhere.")
     vespo_lambda_neg: Annotated[float, OBJECTIVE, POSITIVE] = setting(2.0, "VESPO's decay elsewhere.")
     num_iterations: Annotated[int, COUNT] = setting(1, "Optimizer steps over the same completions.")
-    max_skipped_steps: Annotated[int, RUN, COUNT] = setting(
+    max_skipped_steps: Annotated[int, COUNT] = setting(
         10, "Consecutive optimizer steps with a non-finite gradient that end the run."
     )
 

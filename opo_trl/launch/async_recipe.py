@@ -26,7 +26,7 @@ from ..asynchronous.in_process import InProcessWorker
 from ..asynchronous.trainer import AsyncOPOTrainer
 from ..checks.secrets import mask_text
 from ..checks.silent import check_options
-from ..fields import COUNT_OR_ZERO, WORK, setting
+from ..fields import COUNT_OR_ZERO, setting
 from ..rewards.boxes import text_of
 from ..rewards.checked import checked_reward
 
@@ -55,7 +55,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
             [`~asynchronous.in_process.InProcessWorker`].
     """
 
-    in_process_staleness: Annotated[int | None, WORK, COUNT_OR_ZERO] = setting(
+    in_process_staleness: Annotated[int | None, COUNT_OR_ZERO] = setting(
         None, "Generate in the training process, with a policy this many versions old; no vLLM server."
     )
     dtype: str | None = field(default="float32", init=False)  # a field of `ModelConfig`, too: a recipe sets that one
