@@ -9,7 +9,6 @@ from torch.testing import assert_close
 from opo_trl.objective import OPO, Samples
 
 
-ALPHAS = [0.0, 0.1, 0.4, 0.9, 1.0]
 G = 4
 # Three groups of four: advantages of both signs, two successes in four (z-scored), and a zero-variance group.
 ADVANTAGES = [1.3, -0.2, 0.4, -1.5, 0.8660254, 0.8660254, -0.8660254, -0.8660254, 0.1, 0.1, 0.1, 0.1]

@@ -89,6 +89,9 @@ def test_drive_and_target_are_finite_and_zero_on_invalid_rows(r):
     assert mu >= r["mu"] * (1 - 1e-6)
     if r["positivity"] != "none":
         assert (target >= -1).all()
+    for weights, of_group, kept in zip(*(x.view(-1, r["group"]) for x in (omega, drive, keep)), strict=True):
+        if len(weights[kept].unique()) <= 1:
+            assert not of_group.any()
 
 
 @every_example
@@ -117,11 +120,12 @@ def test_scaled_by_group_the_drive_of_two_valued_rewards_is_the_z_scored_advanta
 
 
 @every_example
-@given(rollouts(), st.floats(-4, 2))
-def test_target_of_a_chi2_radius_has_that_radius(r, log_radius):
+@given(rollouts(), st.floats(-4, 2), TRASH)
+def test_target_of_a_chi2_radius_has_that_radius(r, log_radius, trash):
     radius, keep = 10**log_radius, keep_of(r)
     _, drive, _, _, _ = steps_one_to_five(r)
     mu = stiffness_for_radius(drive, radius, valid=r["valid"])
+    assert torch.equal(mu, stiffness_for_radius(drive.masked_fill(~keep, trash), radius, valid=r["valid"]))
     assert mu.isfinite()
     assert mu > 0
     target = drive / mu

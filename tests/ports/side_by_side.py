@@ -36,17 +36,11 @@ OBJECTS = {"trainer_state", "log_extra", "log_metric", "environments"}
 
 @dataclass
 class Run:
-    """
-    A script's run.
+    """A script's run."""
 
-    Args:
-        trainer: what the script returned.
-        calls: name and arguments of each call of a recorded reward function, with the step in which it was made.
-        folder: where the script wrote.
-    """
-
-    folder: Path
-    trainer: Any = None
+    folder: Path  # where the script writes
+    trainer: Any = None  # what it returns
+    # Name and arguments of each call of a recorded reward function, with the step in which it was made.
     calls: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)
 
     def record(self, *rewards: Callable) -> list[Callable]:
@@ -85,14 +79,6 @@ class Run:
         return {re.sub(r"events\.out\..*", "events.out", name) for name in found}
 
 
-def run(script: Callable, side: str, folder: Path, *arguments: Any) -> Run:
-    """Run a script with the classes of one side."""
-    made = Run(folder / side / "out")
-    made.folder.mkdir(parents=True)
-    made.trainer = script(*CLASSES[side], made, *arguments)
-    return made
-
-
 def side_by_side(script: Callable, folder: Path, *arguments: Any, learns: bool = True) -> tuple[Run, Run]:
     """
     Run a script on both sides, and check that they agree on all that is not the loss.
@@ -100,7 +86,10 @@ def side_by_side(script: Callable, folder: Path, *arguments: Any, learns: bool =
     Args:
         learns: whether the script's rewards differ between completions, so that parameters must move.
     """
-    trl, opo = (run(script, side, folder, *arguments) for side in CLASSES)
+    trl, opo = (Run(folder / side / "out") for side in CLASSES)
+    for made, classes in zip((trl, opo), CLASSES.values(), strict=True):
+        made.folder.mkdir(parents=True)
+        made.trainer = script(*classes, made, *arguments)
     assert [(name, {*named}, step) for name, named, step in trl.calls] == [
         (name, {*named}, step) for name, named, step in opo.calls
     ]

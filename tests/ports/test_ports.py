@@ -2,33 +2,27 @@
 The public GRPO scripts of docs/migrating.md, reduced to what each relies on: only the class names change.
 
 A reduced script keeps a script's interface (how it makes prompts, rewards, model and trainer, and what it reads
-afterwards) at a size that a CPU trains in a second. The page's table names its test.
+afterwards) at a size that a CPU trains in a second.
 """
 
 import asyncio
 import json
-import re
-import signal
-import sqlite3
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 import trl
 import yaml
 from datasets import Dataset
 from helpers import USE_CPU, snapshot
-from peft import LoraConfig, PeftModel, get_peft_model
-from PIL import Image
-from side_by_side import CLASSES, Run, moved, run, side_by_side
-from tiny_special import save_caller, vision_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from peft import PeftModel
+from side_by_side import Run, moved, side_by_side
+from tiny_special import save_caller
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, TrlParser, get_peft_config
 from trl.rewards import accuracy_reward
 from trl.scripts import grpo as trl_script
 
@@ -90,215 +84,10 @@ def test_quick_start(tiny_model, tmp_path):
         }
 
 
-# 2. grpo_2048: an environment that rewards a game
-
-
-class Lamps:
-    """A game of three lamps, all of them off at first."""
-
-    def reset(self, **kwargs) -> str:
-        self.lamps, self.over = [0, 0, 0], False
-        return self.shown
-
-    @property
-    def shown(self) -> str:
-        return "".join("*" if lamp else "." for lamp in self.lamps)
-
-    def press(self, lamp: int) -> str:
-        """
-        Switch a lamp.
-
-        Args:
-            lamp: its number, 0 to 2.
-
-        Returns:
-            The lamps afterwards.
-        """
-        if self.over:
-            raise ValueError("The game is over.")
-        self.lamps[lamp] = 1 - self.lamps[lamp]
-        self.over = True
-        return self.shown
-
-
-@pytest.fixture(scope="module")
-def player(tiny_model, tmp_path_factory) -> str:
-    """A model that presses lamp 1, and again, which the game answers with an error."""
-    press = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "press", "arguments": {"lamp": 1}}}],
-    }
-    game = Lamps()
-    turns = [
-        *ask("Light a lamp." + game.reset()),
-        press,
-        {"role": "tool", "name": "press", "content": game.press(1)},
-        {"role": "assistant", "content": "done"},
-    ]
-    folder = tmp_path_factory.mktemp("player")
-    return save_caller(tiny_model, folder, turns, tools=[game.press], enable_thinking=False)
-
-
-def reward_lit(environments, **kwargs) -> list[float]:
-    return [sum(environment.lamps) + 0.1 * (i % 2) for i, environment in enumerate(environments)]
-
-
-def grpo_2048(config_class, trainer_class, out: Run, model: str):
-    trainer = trainer_class(
-        model=model,
-        train_dataset=Dataset.from_dict({"prompt": [ask("Light a lamp.") for _ in range(8)]}),
-        reward_funcs=out.record(reward_lit)[0],
-        args=config_class(
-            str(out.folder),
-            **{**SMALL, "max_completion_length": 200, "learning_rate": 1e-4},
-            chat_template_kwargs={"enable_thinking": False},
-            log_completions=True,
-            num_completions_to_print=2,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-        ),
-        environment_factory=Lamps,
-        peft_config=LoraConfig(),
-    )
-    trainer.train()
-    return trainer
-
-
-def test_grpo_2048(player, tmp_path, capsys):
-    """An environment per completion; its `reset` ends the prompt, its methods are tools, and the reward reads it."""
-    for made in side_by_side(grpo_2048, tmp_path, player):
-        first = made.given("reward_lit")[0]
-        assert [type(environment) for environment in first["environments"]] == [Lamps] * 8
-        assert all(prompt == ask("Light a lamp....") for prompt in first["prompts"])
-        turns = [[message["role"] for message in messages] for messages in first["completions"]]
-        assert turns.count(["assistant", "tool", "assistant"]) > 5
-        assert made.entries[0]["tools/call_frequency"] > 0.5
-        assert isinstance(made.trainer.model, PeftModel)
-        assert {f"completions/completions_0000{step}.parquet" for step in (1, 2)} <= made.files
-    tables = re.findall("─ Step ([12]) ─", capsys.readouterr().out)
-    assert tables == ["1", "2", "2"] * 2  # one per step, and one at the end
-
-
-# 3. grpo_agent: a tool on a database
-
-
-@contextmanager
-def seconds(limit: int):
-    """Interrupts by a signal, as the script's tool does: it works in the main thread only."""
-
-    def interrupt(*_):
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(limit)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def look_up(sql: str) -> list[tuple]:
-    """
-    Read from the table of animals.
-
-    Args:
-        sql: a query.
-
-    Returns:
-        The rows found.
-    """
-    with seconds(5), sqlite3.connect("file:animals.db?mode=ro", uri=True) as database:
-        return database.execute(sql).fetchall()
-
-
-QUERY = "SELECT legs FROM animals"
-
-
-@pytest.fixture(scope="module")
-def reader(tiny_model, tmp_path_factory) -> str:
-    """A model that queries the database, and answers."""
-    call = {"type": "function", "function": {"name": "look_up", "arguments": {"sql": QUERY}}}
-    turns = [
-        *ask("Has a hen two legs?"),
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "look_up", "content": [(2,)]},
-        {"role": "assistant", "content": "*yes*"},
-    ]
-    folder = tmp_path_factory.mktemp("reader")
-    return save_caller(tiny_model, folder, turns, tools=[look_up], enable_thinking=False)
-
-
-def reward_answer(completions, answer, **kwargs) -> list[float]:
-    return [float(f"*{a}*" in c[-1]["content"].lower()) for c, a in zip(completions, answer, strict=True)]
-
-
-def reward_turns(completions, **kwargs) -> list[float]:
-    return [0.1 * any(turn.get("tool_calls") for turn in turns) for turns in completions]
-
-
-def reward_query(completions, answer, **kwargs) -> list[float]:
-    """Reads queries and what they found; in odd rows it is stricter, so that there is something to learn."""
-    rewards = []
-    for row, turns in enumerate(completions):
-        calls = [call for turn in turns for call in turn.get("tool_calls") or ()]
-        queries = [call["function"]["arguments"].get("sql", "") for call in calls]
-        found = [turn["content"] for turn in turns if turn["role"] == "tool" and isinstance(turn["content"], list)]
-        rewards.append(sum("where" not in query.lower() for query in queries) * -0.5 + len(found) - row % 2)
-    return rewards
-
-
-def grpo_agent(config_class, trainer_class, out: Run, model: str, monkeypatch):
-    monkeypatch.chdir(out.folder)
-    with sqlite3.connect("animals.db") as database:
-        database.execute("CREATE TABLE animals (name TEXT, legs INTEGER)")
-        database.execute("INSERT INTO animals VALUES ('hen', 2)")
-    given = {**SMALL, "max_completion_length": 200, "learning_rate": 1e-4, "disable_tqdm": True}
-    line = [f"--{name}={value}" for name, value in given.items()]
-    line += [f"--model_name_or_path={model}", f"--output_dir={out.folder}"]
-    parser = TrlParser((ScriptArguments, config_class, ModelConfig))
-    script_args, training_args, model_args = parser.parse_args_and_config(
-        [*line, "--dataset_name=animals", "--push_to_hub=False"]
-    )
-    assert type(training_args) is config_class
-    training_args.chat_template_kwargs = {"enable_thinking": False}
-    dataset = Dataset.from_dict({"question": ["Has a hen two legs?"] * 8, "answer": ["yes"] * 8})
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        train_dataset=dataset.map(lambda row: {"prompt": ask(row["question"])}, remove_columns=["question"]),
-        eval_dataset=None,
-        tools=[look_up],
-        reward_funcs=out.record(reward_answer, reward_turns, reward_query),
-        args=training_args,
-    )
-    trainer.train()
-    trainer.save_model(training_args.output_dir)
-    if training_args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script_args.dataset_name)
-    return trainer
-
-
-def test_grpo_agent(reader, tmp_path, monkeypatch):
-    """The configuration comes from a command line; rewards read tool calls, results and the last message."""
-    for made in side_by_side(grpo_agent, tmp_path, reader, monkeypatch):
-        (first,) = made.given("reward_query")[:1]
-        called = [turns for turns in first["completions"] if len(turns) == 3]
-        assert called
-        assert called[0][0]["tool_calls"][0]["function"]["arguments"] == {"sql": QUERY}
-        assert called[0][1] == {"role": "tool", "name": "look_up", "content": [(2,)]}
-        assert first["answer"] == ["yes"] * 8
-        assert {f"rewards/reward_{name}/mean" for name in ("answer", "turns", "query")} <= made.entries[0].keys()
-        assert {"model.safetensors", "training_args.bin"} <= made.files
-        saved = torch.load(made.folder / "training_args.bin", weights_only=False)
-        assert saved.to_dict() == made.trainer.args.to_dict()
-
-
-# 4. trl/scripts/grpo.py, as installed
+# 2. trl/scripts/grpo.py, as installed
 
 
 def scripts_grpo(config_class, trainer_class, out: Run, model: str, data: Path, monkeypatch):
-    monkeypatch.setattr(trl, "GRPOTrainer", trainer_class)
     monkeypatch.setattr(trl, "GRPOConfig", config_class)
     made = []
 
@@ -358,9 +147,7 @@ def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
         assert [entry["step"] for entry in evaluated] == [0, 2]
 
 
-# 5. GSM8K, by willccbb
-
-XML = re.compile(r"<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n", re.DOTALL)
+# 3. GSM8K, by willccbb
 
 
 def tagged(text: str) -> str:
@@ -371,14 +158,6 @@ def correctness_reward(prompts, completions, answer, **kwargs) -> list[float]:
     question, responses = prompts[0][-1]["content"], texts(completions)
     print(f"{question}\n{answer[0]}\n{responses[0]}\n{tagged(responses[0])}")
     return [2.0 if tagged(r) == a else 0.0 for r, a in zip(responses, answer, strict=True)]
-
-
-def int_reward(completions, **kwargs) -> list[float]:
-    return [0.5 if tagged(r).isdigit() else 0.0 for r in texts(completions)]
-
-
-def format_reward(completions, **kwargs) -> list[float]:
-    return [0.5 if XML.match(r) else 0.0 for r in texts(completions)]
 
 
 def count_reward(completions, **kwargs) -> list[float]:
@@ -395,19 +174,13 @@ def gsm8k(config_class, trainer_class, out: Run, model_name: str):
         output_dir=str(out.folder),
         run_name="gsm8k",
         **SMALL,
-        adam_beta1=0.9,
-        adam_beta2=0.99,
-        weight_decay=0.1,
         warmup_steps=0.1,
         lr_scheduler_type="cosine",
         per_device_train_batch_size=1,
         gradient_accumulation_steps=4,
         num_generations=4,
-        save_steps=100,
-        max_grad_norm=0.1,
-        log_on_each_node=False,
     )
-    rewards = out.record(count_reward, format_reward, int_reward, correctness_reward)
+    rewards = out.record(count_reward, correctness_reward)
     trainer = trainer_class(
         model=model, processing_class=tokenizer, reward_funcs=rewards, args=args, train_dataset=Dataset.from_list(rows)
     )
@@ -422,7 +195,6 @@ def test_gsm8k(tiny_model, tmp_path, capsys):
     for made in side_by_side(gsm8k, tmp_path, tiny_model):
         first = made.given("correctness_reward")[0]
         assert [message["role"] for message in first["prompts"][0]] == ["system", "user"]
-        assert first["question"][0] == first["prompts"][0][-1]["content"]
         assert len({*first["answer"]}) == 1
         assert made.entries[0]["rewards/count_reward/std"] > 0
         assert made.trainer.processing_class.pad_token == "<|im_end|>"
@@ -430,21 +202,12 @@ def test_gsm8k(tiny_model, tmp_path, capsys):
     assert all(capsys.readouterr().out.count(f"{question}\n{value}\n") in (0, 2) for question, value in SUMS)
 
 
-# 6. Countdown, by philschmid
+# 4. Countdown, by philschmid
 
 
 def equation_reward(completions, target, nums, **kwargs) -> list[float]:
-    """Completes what the prompt began, and computes the equation found in it."""
-    rewards = []
-    for completion, wanted, numbers in zip(completions, target, nums, strict=True):
-        whole = "<think>" + completion
-        try:
-            equation = re.search(r"<answer>(.*?)</answer>", whole)[1]
-            right = sorted(map(int, re.findall(r"\d+", equation))) == sorted(numbers)
-            rewards.append(float(right and eval(equation, {"__builtins__": None}, {}) == wanted))
-        except Exception:
-            rewards.append(0.0)
-    return rewards
+    assert {type(numbers) for numbers in nums} == {list}
+    return [float(str(wanted) in completion) for completion, wanted in zip(completions, target, strict=True)]
 
 
 def begins_reward(completions, target, **kwargs) -> list[float]:
@@ -465,7 +228,6 @@ def countdown(config_class, trainer_class, out: Run, model: str):
         "model_name_or_path": model,
         "dtype": "float32",
         "use_peft": True,
-        "lora_task_type": "CAUSAL_LM",
         "output_dir": str(out.folder),
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
@@ -473,8 +235,6 @@ def countdown(config_class, trainer_class, out: Run, model: str):
         "per_device_train_batch_size": 2,
         "num_generations": 2,
         "beta": 0.001,
-        "use_vllm": False,
-        "vllm_gpu_memory_utilization": 0.5,
         "save_strategy": "steps",
         "save_steps": 1,
     }
@@ -506,13 +266,8 @@ def countdown(config_class, trainer_class, out: Run, model: str):
     trainer.log_metrics("train", metrics)
     trainer.save_metrics("train", metrics)
     trainer.save_state()
-    trainer.model.config.use_cache = True
     trainer.save_model(training_args.output_dir)
-    training_args.distributed_state.wait_for_everyone()
-    tokenizer.save_pretrained(training_args.output_dir)
-    if trainer.accelerator.is_main_process:
-        trainer.create_model_card({"tags": ["rl", "tutorial"]})
-    out.result = result
+    trainer.create_model_card({"tags": ["rl", "tutorial"]})
     return trainer
 
 
@@ -523,7 +278,6 @@ def test_countdown(tiny_model, tmp_path):
         first = made.given("equation_reward")[0]
         assert first["prompts"][0].endswith("Let me think.\n<think>")
         assert all(isinstance(completion, str) for completion in first["completions"])
-        assert {type(numbers) for numbers in first["nums"]} == {list}
         assert "kl" in made.entries[0]
         assert get_last_checkpoint(str(made.folder)) == str(made.folder / "checkpoint-2")
         assert {"train_results.json", "all_results.json", "trainer_state.json", "README.md"} <= made.files
@@ -534,207 +288,7 @@ def test_countdown(tiny_model, tmp_path):
     assert of_trl <= of_opo
 
 
-# 7. The cookbook's language model
-
-
-def solution_reward(completions, **kwargs) -> list[float]:
-    return [float(s in t) for t, s in zip(texts(completions), kwargs["solution"], strict=True)]
-
-
-def cookbook(config_class, trainer_class, out: Run, model_name: str, monkeypatch):
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(out.folder / "runs"))
-    rows = [{"problem": q, "solution": str(v), "messages": ask(q)} for q, v in SUMS]
-    dataset = Dataset.from_list(rows).map(lambda row: {"prompt": ask(row["problem"], "Think first.")})
-    dataset = dataset.remove_columns(["messages", "problem"])
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype="auto")
-    model = get_peft_model(
-        model,
-        LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=32, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
-    )
-    args = config_class(
-        **{**SMALL, "report_to": ["tensorboard"]},
-        output_dir=str(out.folder),
-        remove_unused_columns=False,
-        gradient_accumulation_steps=4,
-        per_device_train_batch_size=2,
-        num_generations=4,
-        push_to_hub=False,
-        save_strategy="steps",
-        save_steps=1,
-    )
-    trainer = trainer_class(
-        model=model, reward_funcs=out.record(vowels, solution_reward), args=args, train_dataset=dataset
-    )
-    trainer.train()
-    trainer.save_model(args.output_dir)
-    return trainer
-
-
-def test_cookbook_language_model(tiny_model, tmp_path, monkeypatch):
-    """The script wraps the model with LoRA itself; a reward finds its column in `kwargs`."""
-    for made in side_by_side(cookbook, tmp_path, tiny_model, monkeypatch):
-        assert made.given("solution_reward")[0].keys() & {"messages", "problem"} == set()
-        assert any(name.startswith("runs/events") for name in made.files)
-        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), made.folder)
-        adapters = [value for name, value in loaded.state_dict().items() if "lora_B" in name]
-        assert any(value.any() for value in adapters)
-        assert {"checkpoint-1/adapter_model.safetensors", "checkpoint-2/adapter_model.safetensors"} <= made.files
-
-
-# 8. The cookbook's model of images
-
-
-def colours_reward(completions: list, solution: list[str], **kwargs) -> list[float | None]:
-    return [None if s == "?" else float(len(c[0]["content"])) for c, s in zip(completions, solution, strict=True)]
-
-
-def cookbook_images(config_class, trainer_class, out: Run, prompt):
-    images = [Image.new("RGB", size, "red") for size in ((28, 28), (56, 28), (56, 56), (28, 56))]
-    rows = [{"prompt": prompt, "image": image, "solution": s} for image, s in zip(images, "r?gb", strict=True)]
-    model, processor = vision_model()
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"]))
-    args = config_class(
-        **SMALL,
-        output_dir=str(out.folder),
-        remove_unused_columns=False,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        num_generations=2,
-        save_strategy="no",
-    )
-    trainer = trainer_class(
-        model=model,
-        processing_class=processor,
-        reward_funcs=out.record(colours_reward),
-        args=args,
-        train_dataset=Dataset.from_list(rows),
-    )
-    trainer.train()
-    return trainer
-
-
-def test_cookbook_images(tmp_path):
-    """A processor and images; a reward that is `None` for a problem. The chat template is TRL's to apply."""
-    for made in side_by_side(cookbook_images, tmp_path, ask("Which colour?")):
-        first = made.given("colours_reward")[0]
-        assert {image.size for image in first["image"]} <= {(28, 28), (56, 28), (56, 56), (28, 56)}
-        assert [part["type"] for part in first["prompts"][0][0]["content"]] == ["image", "text"]
-    for side in CLASSES:  # the notebook's text prompts, from which TRL 0.x took the image
-        with pytest.raises(ValueError, match="Multimodal training requires conversational prompts"):
-            run(cookbook_images, side, tmp_path / "text", "<|vision_start|><|image_pad|><|vision_end|>Which colour?")
-
-
-# 9. The cookbook's several rewards
-
-
-def partly_reward(completions, **kwargs) -> list[float]:
-    return [sum(0.5 if t.count(tag) == 1 else -1.0 for tag in ("<", ">", "a")) for t in texts(completions)]
-
-
-def numbers_reward(prompts, completions, answer, **kwargs) -> list[float]:
-    found = [re.search(r"[\d.]+", t) for t in texts(completions)]
-    return [0 if f is None else 1.5 * (f[0] == a) - 0.5 for f, a in zip(found, answer, strict=True)]
-
-
-def cookbook_rewards(config_class, trainer_class, out: Run, model_name: str):
-    dataset = Dataset.from_list([{"question": q, "answer": f"so #### {v}"} for q, v in SUMS])
-    dataset = dataset.map(
-        lambda row: {"prompt": ask(row["question"], "Show your work."), "answer": row["answer"].split("#### ")[1]}
-    )
-    in_4_bits = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.float32,
-        bnb_4bit_use_double_quant=True,
-    )
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model_name, quantization_config=in_4_bits, dtype=torch.float32),
-        LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], bias="none", task_type="CAUSAL_LM"),
-    )
-    args = config_class(
-        **SMALL,
-        output_dir=str(out.folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,
-        max_grad_norm=0.1,
-    )
-    described = {name: getattr(args, name) for name in ("num_generations", "learning_rate", "max_completion_length")}
-    assert described["num_generations"] == 8
-    trainer = trainer_class(
-        model=model, reward_funcs=out.record(partly_reward, numbers_reward), args=args, train_dataset=dataset
-    )
-    assert len(trainer.reward_funcs) == 2
-    trainer.train()
-    # As the notebook tries its model.
-    device = trainer.model.device
-    tokens = trainer.processing_class("1 + 1 =", return_tensors="pt").to(device)
-    assert len(trainer.model.generate(**tokens, max_new_tokens=3)[0]) > len(tokens["input_ids"][0])
-    return trainer
-
-
-def test_cookbook_several_rewards(tiny_model, tmp_path):
-    """A base in 4 bits, rewards below 0 and integers, an `answer` that `map` has overwritten, and generation."""
-    for made in side_by_side(cookbook_rewards, tmp_path, tiny_model):
-        assert made.given("numbers_reward")[0]["answer"][0].isdigit()
-        entry = made.entries[0]
-        parts = entry["rewards/partly_reward/mean"] + entry["rewards/numbers_reward/mean"]
-        assert entry["reward"] == pytest.approx(parts)
-        assert entry["reward"] < 0
-
-
-# 10. The course, chapter 12
-
-
-def course(config_class, trainer_class, out: Run, model_name: str):
-    def reward_len(completions, **kwargs):
-        return [-abs(8 - len(completion)) for completion in completions]
-
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model_name, dtype="auto"),
-        LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear"),
-    )
-    dataset = datasets.DatasetDict({"train": Dataset.from_dict({"prompt": [q for q, _ in SUMS]})})
-    args = config_class(
-        **{**SMALL, "max_steps": -1},
-        output_dir=str(out.folder),
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=2,
-        num_generations=8,
-        optim="adamw_torch",
-        num_train_epochs=1,
-        remove_unused_columns=False,
-    )
-    trainer = trainer_class(
-        model=model, reward_funcs=out.record(reward_len), args=args, train_dataset=dataset["train"]
-    )
-    trainer.train()
-    out.merged = trainer.model.merge_and_unload()
-    out.merged.save_pretrained(out.folder / "merged")
-    return trainer
-
-
-def test_course(tiny_model, tmp_path):
-    """Plain text, integer rewards, an epoch, and a model that is merged and loads without PEFT."""
-    for made in side_by_side(course, tmp_path, tiny_model):
-        assert made.trainer.state.global_step == 4  # 8 prompts, 2 in each rollout
-        first = made.given("reward_len")[0]
-        assert all(isinstance(text, str) for text in first["prompts"] + first["completions"])
-        loaded = AutoModelForCausalLM.from_pretrained(made.folder / "merged")
-        assert moved(snapshot(AutoModelForCausalLM.from_pretrained(tiny_model)), loaded)
-
-
-def test_fields_that_trl_has_removed_are_rejected_alike(tmp_path):
-    """The course, the cookbook and both gists set them for TRL 0.x: the line has to go with either class."""
-    for removed in ("max_prompt_length", "vllm_device", "warmup_ratio"):
-        messages = []
-        for config_class, _ in CLASSES.values():
-            with pytest.raises(TypeError, match=removed) as raised:
-                config_class(str(tmp_path), **SMALL, **{removed: 512})
-            messages.append(str(raised.value).split(".")[-1].replace(config_class.__name__, "Config"))
-        assert messages[0] == messages[1]
-
-
-# 11. The reward functions of the documentation
+# 5. The reward functions of the documentation
 
 
 def patterns(config_class, trainer_class, out: Run, model: str):
@@ -795,7 +349,7 @@ def test_reward_functions_of_the_documentation(tiny_model, tmp_path):
     assert json.dumps(of_trl) == json.dumps(of_opo)
 
 
-# 12. The environments of the documentation
+# 6. The environments of the documentation
 
 
 class Counter:
@@ -842,47 +396,36 @@ def adder(tiny_model, tmp_path_factory) -> str:
     return save_caller(tiny_model, tmp_path_factory.mktemp("adder"), turns, tools=[Counter().add])
 
 
-def environments(config_class, trainer_class, out: Run, model: str, several: bool):
+def environments(config_class, trainer_class, out: Run, model: str):
     def odd_rows(environments, **kwargs):
         return [float(i % 2) for i, _ in enumerate(environments)]
 
     options = {**SMALL, "max_completion_length": 150, "learning_rate": 1e-4, "per_device_train_batch_size": 8}
     named = {"counter": Counter, "silent": Silent}
+    args = config_class(str(out.folder), **options, num_generations=4)
+    alone = trainer_class(model=model, args=args, environment_factory=Counter)
+    assert len(alone.train_dataset) == 2
+    assert alone.reward_func_names == ["Counter"]
     trainer = trainer_class(
         model=model,
-        args=config_class(str(out.folder), **options, num_generations=4),
-        train_dataset=Dataset.from_dict({"environment": [*named] * 4, "level": [*range(8)]}) if several else None,
-        reward_funcs=out.record(odd_rows) if several else None,
-        environment_factory=named if several else Counter,
+        args=args,
+        train_dataset=Dataset.from_dict({"environment": [*named] * 4, "level": [*range(8)]}),
+        reward_funcs=out.record(odd_rows),
+        environment_factory=named,
     )
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_environments_of_the_documentation(adder, tmp_path, several):
-    """Without a dataset or rewards; or several by name, without prompts."""
-    for made in side_by_side(environments, tmp_path, adder, several, learns=several):
-        trainer, entry = made.trainer, made.entries[0]
+def test_environments_of_the_documentation(adder, tmp_path):
+    """Without a dataset or rewards; or several by name, without prompts, with a reward that reads them."""
+    for made in side_by_side(environments, tmp_path, adder):
+        entry, seen = made.entries[0], made.trainer.environments[0].seen
         assert entry["tools/call_frequency"] > 0.5
         assert entry["rewards/Counter/mean"] > 0.5
-        if several:
-            assert entry["rewards/Silent/mean"] == 0.25
-            assert {*made.given("odd_rows")[0]["environment"]} == {"counter", "silent"}
-            assert "level" in trainer.environments[0].seen
-            assert "environment" not in trainer.environments[0].seen
-        else:
-            assert len(trainer.train_dataset) == 2
-            assert trainer.reward_func_names == ["Counter"]
-
-
-# The page
-
-
-def test_page_names_the_tests_of_its_scripts():
-    table = PAGE.read_text(encoding="utf-8").split("## The twelve scripts")[1].split("\n\n")[2]
-    rows = table.splitlines()[2:]
-    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
-    assert len(rows) == 12
-    assert all(len(names) == 1 and callable(globals()[names[0]]) for names in named)
-    assert len({names[0] for names in named}) == 12
+        assert entry["rewards/Silent/mean"] == 0.25
+        first = made.given("odd_rows")[0]
+        assert {*first["environment"]} == {"counter", "silent"}
+        assert {type(environment) for environment in first["environments"]} == {Counter, Silent}
+        assert "level" in seen
+        assert "environment" not in seen
