@@ -15,7 +15,6 @@ from .checks.ranges import require
 from .checks.secrets import Masked
 from .checks.silent import check_options
 from .fields import COUNT, DATA, FRACTION, OBJECTIVE, POSITIVE, Range, default, integer, setting
-from .metrics.log import Watch
 from .objective import DriveScaling, Objective, Positivity, RatioForm, Reduction
 from .objectives import NEAREST, OBJECTIVES, Push, objective_named
 
@@ -235,8 +234,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     objective does not read, such as `epsilon` with `objective: opo`, are rejected unless they have their default.
 
     Raises:
-        `ValueError`: a value is out of its range, fields exclude each other, the objective does not read a field, a
-            watch cannot be parsed, batch sizes do not divide evenly, there are more processes than devices, or
+        `ValueError`: a value is out of its range, fields exclude each other, the objective does not read a field,
+            batch sizes do not divide evenly, there are more processes than devices, or
             `enable_jit_checkpoint` is set, which saves in the middle of an optimizer step. The message names the
             field, the value and what to do.
     """
@@ -281,13 +280,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     max_skipped_steps: Annotated[int, COUNT] = setting(
         10,
         "Number of consecutive optimizer steps with a non-finite gradient after which the run saves a checkpoint "
-        "and ends, at least 1. Each such step is skipped on all processes, and its samples are saved in "
-        "`skipped_step_{process}.pt`.",
-    )
-    watches: list[str] = setting(
-        list,
-        "Bounds on logged metrics, such as `'warn if entropy < 0.1'` or `'stop if opo/chi2 > 2'`; see "
-        "[`~metrics.watches.Watches`].",
+        "and ends, at least 1. Each such step is skipped on all processes.",
     )
     plan_micro_batches: bool = setting(
         True,
@@ -319,8 +312,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         devices.check_own(self.device)
         devices.use_one(self)
         rounds = self.max_sampling_rounds
-        for text in self.watches:
-            require(math.isfinite(Watch(text).bound), "watches", text, "a watch with a finite bound")
         if self.max_staleness and self.num_iterations == 1:
             raise ValueError(
                 f"max_staleness={self.max_staleness} with num_iterations=1 has no effect: the only pass over a "

@@ -304,8 +304,7 @@ class Targets:
     drive: Tensor  # g
     target: Tensor  # v*
     mu: Tensor  # a scalar
-    omega: Tensor | None = None  # if g is computed from it, like the next two
-    chemical_potential: Tensor | None = None  # [N // G]
+    omega: Tensor | None = None  # if g is computed from it, like the next
     temperature: Tensor | None = None
 
 
@@ -508,11 +507,10 @@ class OPO(Objective):
         omega = escort_weights(
             groups.advantages, alpha=args.alpha, temperature=temperature, anchor_logps=anchor, **groups.rows
         )
-        drive, potential = self.drive(omega, groups)
+        drive, _ = self.drive(omega, groups)
         mu = stiffness_for_radius(drive, args.chi2_radius, valid=groups.valid) if args.mu is None else args.mu
-        return Targets(
-            drive, *self.target(drive, mu, groups), omega, potential, torch.as_tensor(temperature, dtype=omega.dtype)
-        )
+        target, mu = self.target(drive, mu, groups)
+        return Targets(drive, target, mu, omega, torch.as_tensor(temperature, dtype=omega.dtype))
 
     def temperature(self, groups: Groups) -> float | Tensor:
         r"""

@@ -15,7 +15,7 @@ A step, in its order:
    does not depend on how they are split into parts, micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.position`). A
-   step whose gradient is not finite is skipped, and its samples are kept (`rollout.skipped_steps`).
+   step whose gradient is not finite is skipped (`rollout.skipped_steps`).
 """
 
 import math
@@ -47,7 +47,6 @@ from .config import OPOConfig
 from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
 from .metrics.step_clock import StepClock
-from .metrics.watches import Watches
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import check_tools, checked
@@ -231,9 +230,8 @@ class OPOTrainer(GRPOTrainer):
         if not (self.objective_class or issubclass(kind, OPO)):
             self._name, self._paper = kind.__name__, {}  # of the model card
         self._begin()
-        self._clock, self._watches = StepClock(self.accelerator.device), Watches(args.watches)
+        self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
-        self.add_callback(self._watches)
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
@@ -245,7 +243,6 @@ class OPOTrainer(GRPOTrainer):
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
         self._step, self._buffered_inputs = 0, None
         self._window_start: int | None = None  # micro-step with which the accumulation window began
-        self._batches_of_step: list[Any] = []  # micro-batches of that window so far, of any number of rollouts
         self._replay.clear()
         self._current_train_step_time = 0.0
         if self.use_vllm:
@@ -371,7 +368,6 @@ class OPOTrainer(GRPOTrainer):
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
-        self._batches_of_step = []
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     # 2. A rollout
@@ -632,9 +628,7 @@ class OPOTrainer(GRPOTrainer):
         if args.num_iterations > 1:
             self._metrics["train"]["opo/pass"].append(passed + 1)
         buffered: Any = self._buffered_inputs
-        batch = buffered[place]
-        self._batches_of_step += batch if isinstance(batch, list) else [batch]
-        return batch
+        return buffered[place]
 
     def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
@@ -895,8 +889,6 @@ class OPOTrainer(GRPOTrainer):
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
                 metrics[f"opo/time/{phase}"].append(seconds)
-            metrics["opo/tokens_per_second"].append(self._clock.tokens_per_second(self.state.num_input_tokens_seen))
-            metrics["opo/advantage_range"].append(self._advantage_range)
             efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             metrics["opo/gradient_response_efficiency"].append(efficiency)
             if len({*metrics.get("opo/pass", ())}) > 1:
@@ -919,11 +911,10 @@ class OPOTrainer(GRPOTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
-        step = self.state.global_step + 1
-        return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
+        return self._skipped.check(model, norm, step=self.state.global_step + 1)
 
     def _determine_best_metric(self, metrics, trial):
-        # Under `save_strategy: best` it decides alone, also where a signal, a watch or a skipped step wants to save.
+        # Under `save_strategy: best` it decides alone, also where a signal or a skipped step wants to save.
         return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def _maybe_log_save_evaluate(self, *args, **named):

@@ -417,10 +417,8 @@ def scripted_groups(model: str, folder: Path) -> dict:
 # 5. What is logged and printed
 
 METRICS = {
-    *(f"escort/{name}" for name in ("min", "max", "ess", "chemical_potential")),
-    *("temperature", "mu", "chi2", "tv_bound", "conservation_residual", "log_ratio/mean", "log_ratio/absmax"),
-    *("positivity_margin", "frac_target_clipped", "frac_zero_drive", "frac_masked", "approximation_gap"),
-    *("off_policy_steps", "work", "dissipation", "gradient_response_efficiency"),
+    *("escort/ess", "temperature", "mu", "chi2", "conservation_residual", "log_ratio/absmax", "frac_zero_drive"),
+    *("frac_masked", "off_policy_steps", "work", "dissipation", "gradient_response_efficiency"),
 }
 
 
@@ -432,7 +430,6 @@ def test_every_metric_is_logged_on_every_step(tiny_model, tmp_path, reduction):
     for entry in entries:
         missing = {name for name in METRICS if not isinstance(entry.get(f"opo/{name}"), float)}
         assert not missing
-        assert ("opo/sequence_chi2" in entry) == (reduction == "mean")
     assert [entry["opo/off_policy_steps"] for entry in entries] == [0, 1, 0]
 
 
@@ -456,26 +453,15 @@ def test_metrics_are_the_definitions(tiny_model, tmp_path, options):
         delta = [step.deltas[i] for i in rows]
         v = [math.expm1(d) for d in delta]
         valid = [i for i in range(16) if drive.valid[i]]
-        omega = [drive.omega[i] for i in valid]
         groups = [[drive.omega[i] for i in range(g, g + 4)] for g in range(0, 16, 4)]
         expected = {
-            "escort/min": min(omega),
-            "escort/max": max(omega),
             "escort/ess": statistics.fmean(sum(g) ** 2 / sum(w * w for w in g) for g in groups),
-            "escort/chemical_potential": 1.0,
             "temperature": drive.temperature,
             "mu": drive.mu,
-            "positivity_margin": 1 + min(drive.target[i] for i in valid),
-            "frac_target_clipped": statistics.fmean(
-                abs(drive.target[i] - drive.drive[i] / drive.mu) > 1e-4 for i in valid
-            ),
             "frac_zero_drive": statistics.fmean(drive.drive[i] == 0 for i in valid),
             "chi2": statistics.fmean(x * x for x in v),
-            "tv_bound": math.sqrt(statistics.fmean(x * x for x in v)) / 2,
             "conservation_residual": statistics.fmean(v),
-            "log_ratio/mean": statistics.fmean(delta),
             "log_ratio/absmax": max(map(abs, delta)),
-            "approximation_gap": statistics.fmean(abs(x - d) for x, d in zip(v, delta, strict=True)),
             "frac_masked": 1 - len(rows) / 8,
             "work": statistics.fmean(step.work),
             "dissipation": statistics.fmean(step.dissipation),
@@ -484,16 +470,12 @@ def test_metrics_are_the_definitions(tiny_model, tmp_path, options):
             / ((max(drive.advantages) - min(drive.advantages)) / 2),
         }
         assert expected.keys() == METRICS
-        if trainer.args.log_ratio_reduction == "mean":
-            expected["sequence_chi2"] = statistics.fmean(math.expm1(step.ratios[i]) ** 2 for i in rows)
         values = {name: entries[k][f"opo/{name}"] for name in expected}
         # 1e-3: exp(Delta) - 1 multiplies the rounding of a sum of float32 log-probabilities by 1 / Delta.
         assert values == pytest.approx(expected, rel=1e-3, abs=1e-5)
     # One unscored and one truncated completion among the sixteen of the rollout.
     assert sum(entry["opo/frac_masked"] for entry in entries[:2]) / 2 == pytest.approx(2 / 16)
     assert entries[0]["opo/frac_zero_drive"] == pytest.approx(4 / 14)
-    if "positivity" in options:
-        assert entries[0]["opo/frac_target_clipped"] > 0
 
 
 def test_rollout_without_signal_has_no_gradient_response_efficiency(tiny_model, tmp_path):

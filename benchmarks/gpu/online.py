@@ -104,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "curve": [[line["step"], line["validation/accuracy"]] for line in entries if "validation/accuracy" in line],
         "seconds_per_step": phases,
         "share_of_update": phases["update"] / sum(phases.values()) if steps else None,
-        "tokens_per_second": steps[-1]["opo/tokens_per_second"] if steps else None,
         "summary": read_json(args.output / "run" / SUMMARY),
     }
     write_json(file, found)

@@ -18,8 +18,8 @@ from ..objective import Groups, Objective, Targets
 
 OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
 
-# Metrics of a group whose mean over the samples of many groups is that of a rollout. The trainer knows the extremes.
-MEANS = ("escort/ess", "escort/chemical_potential", "temperature", "mu", "frac_target_clipped", "frac_zero_drive")
+# Metrics of a group whose mean over the samples of many groups is that of a rollout.
+MEANS = ("escort/ess", "temperature", "mu", "frac_zero_drive")
 
 
 @torch.no_grad()
@@ -59,7 +59,6 @@ def with_targets(
     rewards = {i: sample.metrics["reward"] for i, sample in zip(conversations, samples, strict=True)}
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)
     targets, means = group_targets(scores, objective)
-    omega = torch.full_like(scores, torch.nan) if targets.omega is None else targets.omega
     place = {conversation: i for i, conversation in enumerate(rewards)}
     kept = []
     for sample, conversation in zip(samples, conversations, strict=True):
@@ -67,6 +66,6 @@ def with_targets(
         if scores[i].isfinite() and sample.completion_mask.any():
             sample.advantage = targets.target[i].item()
             own: dict = sample.metrics
-            own[OWN] = (sample.model_version, omega[i].item(), *means)
+            own[OWN] = (sample.model_version, *means)
             kept.append(sample)
     return kept

@@ -233,7 +233,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     def _collate(self, collate: Callable[[list], dict[str, Any]], examples: list) -> dict[str, Any]:
         """
         Add to TRL's micro-batch a table of its samples, `[processes, samples, 3 + metrics]`, padded with NaN: number
-        of synchronizations when it was generated, target, escort weight, `MEANS`; and what its losses are divided by.
+        of synchronizations when it was generated, target, `MEANS`; and what its losses are divided by.
         """
         (rows,) = examples  # one for each process; on the main process, which collates for all
         samples = [sample for row in rows for sample in row.samples]
@@ -304,7 +304,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         policy, `[M]` each, their sample, `[M]`, and `_collate`'s table.
         """
         table = table[~table[:, 0].isnan()].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
-        generated_at, target, _, *means = table.T
+        generated_at, target, *means = table.T
         synchronizations = (self._syncs - generated_at) * self.args.weight_sync_steps
         samples = PackedSamples(
             logps=logps,
@@ -345,12 +345,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
         table, self._reports = self.accelerator.gather(table).cpu(), []
         table = table[~table.isnan().all(dim=1)]
-        own = len(MEANS) + 1
-        samples, omega, means = SampleReport(*table[:, :-own].T), table[:, -own], table[:, 1 - own :].mean(dim=0)
+        samples, means = SampleReport(*table[:, : -len(MEANS)].T), table[:, -len(MEANS) :].mean(dim=0)
         metrics = metrics_of_samples(samples, self.policy_objective, kl=False, bonus=False)
         metrics |= {f"opo/{name}": mean for name, mean in zip(MEANS, means.tolist(), strict=True)}
-        metrics["opo/escort/min"], metrics["opo/escort/max"] = omega.min().item(), omega.max().item()
-        metrics["opo/positivity_margin"] = 1 + samples.target.min().item()
         if self.args.num_iterations > 1:
             metrics["opo/pass"] = self.args.num_iterations - self._passes_left
         for name in metrics.keys() - {"entropy", "opo/frac_skipped"}:
@@ -369,8 +366,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
-        step = self.state.global_step + 1
-        return self._skipped.check(model, norm, step=step, micro_batches=self._batches_of_step)
+        return self._skipped.check(model, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):

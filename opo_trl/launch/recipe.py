@@ -48,6 +48,7 @@ _GONE = {
     "padding_free": "It is gone: planned micro-batches and shared prompts do its work. Remove it.",
     "save_failure": "It is gone: a checkpoint that cannot be written ends the run. Remove it.",
     "streaming": "It is gone: datasets are loaded completely. Remove it.",
+    "watches": "It is gone: a callback can set `control.should_training_stop` (docs/subclassing.md). Remove it.",
 }
 # Fields of `trl grpo` that OPO does not have, and why.
 MEANINGLESS = REJECTED_FIELDS | NOT_STREAMED

@@ -11,48 +11,22 @@ from ..objective import Groups, RatioForm, Targets, coordinate, grouped
 @torch.no_grad()
 def rollout_metrics(targets: Targets, groups: Groups) -> dict[str, Tensor]:
     r"""
-    Metrics of a rollout before any update: escort weights, projection, target.
-
-    Returns:
-        `dict[str, torch.Tensor]`: scalars `mu`, `positivity_margin` (1 + min v\*), `frac_target_clipped` (samples
-        whose target `positivity` changed) and `frac_zero_drive` (samples without first-order signal). If the target is
-        made of escort weights, also `escort/{min,max,ess}` (`ess`: mean over groups of (Σω)² / Σω², between 1 and G),
-        `escort/chemical_potential` and `temperature`. NaN if no sample is valid.
-
-    Raises:
-        `ValueError`: N is not a multiple of G.
+    Metrics of a rollout before any update: scalars `mu` and `frac_zero_drive` (samples without first-order signal); if
+    the target is made of escort weights, also `escort/ess` (mean over groups of (Σω)² / Σω², between 1 and G) and
+    `temperature`. NaN if no sample is valid. `ValueError` if N is not a multiple of G.
     """
-    drive, target, omega, valid = targets.drive, targets.target, targets.omega, groups.valid
+    omega, valid = targets.omega, groups.valid
     alive = grouped(valid, groups.num_generations).any(dim=1)
-    # The projection of an admissible target is that target up to rounding: such a sample has not moved.
-    moved = ~torch.isclose(target, drive / targets.mu, rtol=1e-5, atol=1e-6)
-    metrics = {
-        "mu": targets.mu,
-        "positivity_margin": 1 + _extreme(target[valid], torch.min),
-        "frac_target_clipped": moved[valid].to(drive.dtype).mean(),
-        "frac_zero_drive": (drive == 0)[valid].to(drive.dtype).mean(),
-    }
-    if omega is None or targets.chemical_potential is None or targets.temperature is None:
+    metrics = {"mu": targets.mu, "frac_zero_drive": (targets.drive == 0)[valid].to(targets.drive.dtype).mean()}
+    if omega is None or targets.temperature is None:
         return metrics
     weights = grouped(torch.where(valid, omega, 0.0), groups.num_generations)
     ess = weights.sum(dim=1).square() / weights.square().sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
-    return metrics | {
-        "escort/min": _extreme(omega[valid], torch.min),
-        "escort/max": _extreme(omega[valid], torch.max),
-        "escort/ess": ess[alive].mean(),
-        "escort/chemical_potential": targets.chemical_potential[alive].mean(),
-        "temperature": targets.temperature,
-    }
-
-
-def _extreme(x: Tensor, reduce) -> Tensor:
-    return reduce(x) if x.numel() else x.new_tensor(torch.nan)
+    return metrics | {"escort/ess": ess[alive].mean(), "temperature": targets.temperature}
 
 
 @torch.no_grad()
-def step_metrics(
-    log_ratio: Tensor, *, weights: Tensor | None = None, clamped: Tensor | None = None
-) -> dict[str, Tensor]:
+def step_metrics(log_ratio: Tensor, weights: Tensor, clamped: Tensor) -> dict[str, Tensor]:
     r"""
     Metrics of an optimizer step: how far the policy has moved, from Delta of all its samples, `[B]`.
 
@@ -60,24 +34,18 @@ def step_metrics(
     samples the log-ratio was clamped, bool `[B]`.
 
     Returns:
-        `dict[str, torch.Tensor]`: scalars `chi2` (mean v², with v = exp(Delta) − 1), `tv_bound` (½ √chi2, an upper
-        bound of the total variation), `conservation_residual` (mean v), `log_ratio/{mean,absmax}`,
-        `approximation_gap` (mean |v − Delta|), `frac_clamped` and `frac_masked`. 0 if no sample takes part.
+        `dict[str, torch.Tensor]`: scalars `chi2` (mean v², with v = exp(Delta) − 1), `conservation_residual` (mean v),
+        `log_ratio/absmax`, `frac_clamped` and `frac_masked`. 0 if no sample takes part.
     """
-    keep = torch.ones_like(log_ratio, dtype=torch.bool) if weights is None else weights != 0
+    keep = weights != 0
     count = keep.sum().clamp(min=1)
     delta = torch.where(keep, log_ratio, 0.0)
     v = torch.expm1(delta)
-    chi2 = v.square().sum() / count
-    clamped = torch.zeros_like(keep) if clamped is None else clamped & keep
     return {
-        "chi2": chi2,
-        "tv_bound": chi2.sqrt() / 2,
+        "chi2": v.square().sum() / count,
         "conservation_residual": v.sum() / count,
-        "log_ratio/mean": delta.sum() / count,
         "log_ratio/absmax": delta.abs().max(),
-        "approximation_gap": (v - delta).sum() / count,  # e^Delta - 1 >= Delta
-        "frac_clamped": clamped.sum() / count,
+        "frac_clamped": (clamped & keep).sum() / count,
         "frac_masked": 1 - keep.to(v.dtype).mean(),
     }
 

@@ -78,12 +78,9 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
     weights = torch.where(samples.log_ratio.isnan() & ~samples.computed.bool(), 0.0, samples.weights)
-    step = step_metrics(samples.log_ratio, weights=weights, clamped=samples.clamped.bool())
+    step = step_metrics(samples.log_ratio, weights, samples.clamped.bool())
     step["frac_masked"] = (samples.weights == 0).float().mean()
     step |= {name: getattr(samples, name).contiguous().mean() for name in ("work", "dissipation")}
-    if objective.log_ratio_reduction == "mean":
-        # Only the log-ratio of whole completions gives the χ² divergence of the policy.
-        step["sequence_chi2"] = step_metrics(samples.sequence_log_ratio, weights=weights)["chi2"]
     if objective.is_regression:
         form = objective.ratio_form
         step["target_fit"] = target_fit(samples.log_ratio, samples.target, ratio_form=form, weights=weights)

@@ -1,7 +1,6 @@
 """Seconds of an optimizer step, by phase."""
 
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,23 +15,21 @@ class StepClock(TrainerCallback):
     """
     Adds up the seconds of optimizer steps by phase. A phase nested in another counts only as the inner one.
 
-    On a GPU, phases are marked by events in its stream, which are read once the device has passed them: no phase waits
-    for the device.
+    On a GPU, phases are marked by events in its stream, which are read when the log asks: no phase waits for it.
     """
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
+        self._start()
+
+    def _start(self) -> None:
         self._phase: str | None = None
         self._since: Any = None  # seconds, or an event of the GPU
-        self._laps: deque[tuple[str, Any, Any]] = deque()  # phase, beginning, end: those still to be added up
-        self._steps, self._by_phase = 0, dict.fromkeys(PHASES, 0.0)  # since they were last asked for
-        self._seconds, self._first_token = 0.0, 0
+        self._laps: list[tuple[str, Any, Any]] = []  # phase, beginning, end: since they were last asked for
+        self._steps = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # An earlier run may have ended inside a step.
-        self._phase, self._steps, self._by_phase = None, 0, dict.fromkeys(PHASES, 0.0)
-        self._laps.clear()
-        self._seconds, self._first_token = 0.0, state.num_input_tokens_seen
+        self._start()  # an earlier run may have ended inside a step
 
     def on_step_begin(self, args, state, control, **kwargs):
         self._enter("update")
@@ -56,36 +53,19 @@ class StepClock(TrainerCallback):
 
     def seconds_per_step(self) -> dict[str, float]:
         """Seconds per phase and optimizer step, since the last call."""
-        self._add_up(wait=True)
-        seconds, steps = self._by_phase, max(self._steps, 1)
-        self._steps, self._by_phase = 0, dict.fromkeys(PHASES, 0.0)
-        self._seconds += sum(seconds.values())
+        seconds, steps = dict.fromkeys(PHASES, 0.0), max(self._steps, 1)
+        if self._on_gpu and self._laps:
+            self._laps[-1][2].synchronize()
+        for phase, start, end in self._laps:
+            seconds[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+        self._laps, self._steps = [], 0
         return {name: value / steps for name, value in seconds.items()}
-
-    def tokens_per_second(self, tokens: float) -> float:
-        """
-        Tokens of all rollouts, including prompts, over all processes, per second of optimizer steps: the mean since
-        the run was started or resumed, up to the last call of [`~StepClock.seconds_per_step`]. `tokens` are those of
-        the run so far (`TrainerState.num_input_tokens_seen`).
-        """
-        return (tokens - self._first_token) / max(self._seconds, 1e-9)
 
     def _enter(self, name: str | None) -> None:
         now = self._now()
         if self._phase is not None:
             self._laps.append((self._phase, self._since, now))
         self._phase, self._since = name, now
-        self._add_up()
-
-    def _add_up(self, *, wait: bool = False) -> None:
-        while self._laps:
-            phase, start, end = self._laps[0]
-            if self._on_gpu and not end.query():
-                if not wait:
-                    return
-                end.synchronize()
-            self._by_phase[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-            self._laps.popleft()
 
     def _now(self) -> Any:
         if not self._on_gpu:

@@ -150,8 +150,7 @@ _ADVICE = {
     "masked >": "they are excluded from training. They are truncated (`mask_truncated_completions`), unscored, too "
     "far off-policy (`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
     "(`vllm_importance_sampling_mode`).",
-    "skipped >": "those steps changed nothing. Look at the samples in `skipped_step_*.pt`. Often bfloat16 instead of "
-    "float16, or a lower `learning_rate`, helps.",
+    "skipped >": "those steps changed nothing. Often bfloat16 instead of float16, or a lower `learning_rate`, helps.",
     "timeouts >": f"they have no reward. Raise `reward_timeout` or `reward_workers`. {_FIX_REWARD}",
     "errors >": f"they have no reward. {_FIX_REWARD}",
 }

@@ -19,7 +19,7 @@ from ..methods import BASELINE, DEFAULT, method_of
 from . import run_folder
 from .pages import check_output, render, table
 from .several import compare
-from .verdicts import conclusion, fired, judge, spark
+from .verdicts import conclusion, judge, spark
 
 
 REPORT = "report.html"
@@ -68,16 +68,16 @@ def describe(folder: Path) -> dict[str, Any]:
         )
     log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
     summary = run_folder.read_summary(folder)
-    verdicts, watches = judge(log, settings), fired(log, settings)
+    verdicts = judge(log, settings)
     said = [_method(settings), _progress(log, settings, summary), conclusion(verdicts)]
     return {
         "name": folder.resolve().name,
-        "summary": [*said, *(watch.sentence for watch in watches)],
+        "summary": said,
         "plan": run_folder.read_plan(folder),
         "accuracies": _accuracies(summary),
         "verdicts": verdicts,
         "spark": spark,
-        "beyond": [*watches, *(verdict for verdict in verdicts if verdict.remedy)],
+        "beyond": [verdict for verdict in verdicts if verdict.remedy],
     }
 
 

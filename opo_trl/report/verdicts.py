@@ -1,4 +1,4 @@
-"""Verdicts on a run's log: one for each diagnostic, and the watches that fired."""
+"""Verdicts on a run's log: one for each diagnostic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from scipy import stats
 
 from ..checks.text import printable
-from ..metrics.log import Entry, Points, Watch, finite, number, off_policy
+from ..metrics.log import Entry, Points, finite, number, off_policy
 from .diagnostics import Diagnostic, diagnostics
 
 
@@ -158,22 +158,6 @@ _CHEATED = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
 )
-
-
-def fired(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
-    """The watches that fired, replayed on the log, each at its first firing."""
-    found = []
-    for watch in map(Watch, settings.get("watches") or []):
-        row = next((row for row in log if watch.fires(row)), None)
-        if row is None:
-            continue
-        side = "<" if "<" in watch.text else ">"
-        own = [diagnostic for diagnostic in diagnostics(settings) if watch.metric in diagnostic.metrics.split()]
-        otherwise = f"Look at `{watch.metric}` in `log.jsonl`, and at the diagnostics above that changed with it."
-        remedy = next(filter(None, (diagnostic.advice(side)[1] for diagnostic in own)), otherwise)
-        said = f"Watch “{watch.text}” fired in step {row['step']}, at {row[watch.metric]:.4g}."
-        found.append(Verdict(watch.metric, said, False, remedy, []))
-    return found
 
 
 def conclusion(verdicts: Sequence[Verdict]) -> str:

@@ -91,7 +91,7 @@ def finalize(folder: Path) -> None:
 
 def _make_way(folder: Path) -> None:
     """
-    Empty the place of a checkpoint. A finished one of the same step, as of a watch that fires at the end of an epoch,
+    Empty the place of a checkpoint. A finished one of the same step, as of a signal that comes at the end of an epoch,
     is kept beside it until the new one is finished: older ones may be gone.
 
     Those of later steps are of a run that has been resumed from an earlier step, or started anew: they get another

@@ -89,7 +89,7 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def _parts(trainer: Any) -> dict[str, Any]:
-    parts = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures, "watches": trainer._watches}
+    parts = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures}
     return parts | ({"prompts": trainer._prompt_stream} if trainer.args.max_sampling_rounds > 1 else {})
 
 

@@ -1,19 +1,16 @@
 """Optimizer steps by their gradient: which are skipped because it is not finite, and which moved the policy."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
 from transformers.optimization import GreedyLR
 
-from ..checks import files
 from ..config import updates_in_backward
 from .checkpoint import last_complete
 
@@ -32,8 +29,8 @@ class SkippedSteps:
         self.total = self.in_a_row = self.moved_at = 0
         self._schedule_due = False  # whether the learning rate may have missed a skipped step
 
-    def check(self, model: Any, norm: Any, *, step: int, micro_batches: Sequence[Any]) -> Any:
-        """Drop the gradient of a `step` if it is not finite, and keep its samples; returns its `norm` for the log."""
+    def check(self, model: Any, norm: Any, *, step: int) -> Any:
+        """Drop the gradient of a `step` if it is not finite; returns its `norm` for the log."""
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
             skipped = self.accelerator.optimizer_step_was_skipped
@@ -48,15 +45,7 @@ class SkippedSteps:
             return norm
         model.zero_grad()  # optimizers skip parameters without a gradient
         self.total += 1
-        kept = Path(self.args.output_dir) / f"skipped_step_{self.accelerator.process_index}.pt"
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with files.replacing(kept) as file:
-                torch.save({"step": step, "micro_batches": micro_batches}, file)
-            said = f"are kept in {str(kept)!r}"
-        except (OSError, RuntimeError) as error:  # a full disk; the run can go on
-            said = f"could not be kept: {error}"
-        logger.warning(f"Step {step} is skipped: its gradient is not finite. Its samples {said}.")
+        logger.warning(f"Step {step} is skipped: its gradient is not finite.")
         return math.nan
 
     @contextmanager
@@ -71,8 +60,8 @@ class SkippedSteps:
         if too_many:
             raise RuntimeError(
                 f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many gradients in a row were not "
-                f"finite. The last complete checkpoint is {last_complete(self.args.output_dir)}. Look at the samples "
-                "in `skipped_step_*.pt`; lower `learning_rate`, or use bfloat16 instead of float16."
+                f"finite. The last complete checkpoint is {last_complete(self.args.output_dir)}. Lower "
+                "`learning_rate`, or use bfloat16 instead of float16."
             )
 
     def _step_schedule(self, scheduler: Any) -> None:

@@ -74,7 +74,6 @@ def test_values_with_a_meaning_in_transformers_or_trl_are_allowed(given):
         ({"sync_ref_model": True}, "sync_ref_model=True with beta=0.0"),
         ({"reward_weights": [0.0, 0.0]}, "other than 0"),
         ({"train_sampling_strategy": "group_by_length"}, "to one of random"),
-        ({"watches": ["stop if reward < nan"]}, "finite"),
     ],
     ids=str,
 )

@@ -239,8 +239,6 @@ def test_step_without_a_finite_gradient_is_skipped(tiny_model, tmp_path, trainer
     assert not same_bits(first, second)
     assert same_bits(second, third)
     assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0, 1, 1]
-    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True, map_location="cpu")
-    assert (kept["step"], len(kept["micro_batches"])) == (2, 2)
 
 
 # Asynchronous training

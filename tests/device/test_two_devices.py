@@ -69,7 +69,6 @@ RUNS = {
         "script": functools.partial(Script, truncated=(2, 9), tool_tokens={1: (1, 2)}),
     },
     "entropy": {**OFF_POLICY, **DIVIDED, "top_entropy_quantile": 0.5, "entropy_coef": 0.5, "steps_per_generation": 6},
-    "watched": {**OFF_POLICY, "watches": ["stop if opo/chi2 > 1e9"]},
     "not planned": {**OFF_POLICY, "plan_micro_batches": False, "gradient_checkpointing": True},
     "scored on one process": {
         **OFF_POLICY,
@@ -167,8 +166,6 @@ def test_step_is_skipped_on_both_if_the_gradient_of_one_is_not_finite(tiny_model
     first, second, third = [step.policy for step in trainer.steps]
     assert not same_bits(first, second)
     assert same_bits(second, third)
-    kept = torch.load(tmp_path / f"skipped_step_{trainer.accelerator.process_index}.pt", map_location="cpu")
-    assert kept["step"] == 2
 
 
 def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):

@@ -286,7 +286,6 @@ def test_every_field_of_the_objective_is_fixed_on_resume():
         "max_completions",
         "max_reward_failure_rate",
         "max_skipped_steps",
-        "watches",
         "save_rollouts",
     }
     assert own - set(kept_on_resume()) == work | bounds

@@ -108,7 +108,6 @@ def test_damaged_file_is_named(run, capsys, name, damage):
     ("name", "field", "value"),
     [
         ("settings.json", "levels", [1]),
-        ("settings.json", "watches", [{}]),
         ("settings.json", "trainer", []),
         ("settings.json", "num_generations", "many"),
         ("settings.json", "max_steps", {}),

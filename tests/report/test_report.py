@@ -11,7 +11,7 @@ from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.cli import main
 from opo_trl.report.diagnostics import diagnostics
 from opo_trl.report.run_report import describe, write_report
-from opo_trl.report.verdicts import conclusion, fired, judge, trend
+from opo_trl.report.verdicts import conclusion, judge, trend
 
 
 SETTINGS = {"trainer": "opo", "num_generations": 6, "model_name_or_path": "arithmetic", "seed": 42, "max_steps": 40}
@@ -31,7 +31,6 @@ HEALTHY = {
     "opo/frac_clamped": lambda share, reused: 0.0,
     "opo/off_policy_steps": lambda share, reused: float(reused),
     "opo/skipped_steps": lambda share, reused: 0.0,
-    "opo/tokens_per_second": lambda share, reused: 1000.0,
     "reward/timeouts": lambda share, reused: 0.0,
     "reward/errors": lambda share, reused: 0.0,
 }
@@ -222,18 +221,6 @@ def test_overlapping_validations_are_undecided(validated):
     assert "intervals overlap" in verdict.sentence
 
 
-def test_fired_watches_are_replayed_with_the_remedy_of_their_side():
-    log = scripted(entropy=at_end(0.05, 0.001), opo__frac_clamped=at_end(0.05, 0.1))
-    watches = ["warn if entropy < 0.002", "warn if entropy > 1", "stop if opo/frac_clamped > 0.1", "warn if x > 1"]
-    found = fired(log, SETTINGS | {"watches": [*watches, "warn if completions/generated > 500"]})
-    assert [each.sentence for each in found] == [
-        "Watch “warn if entropy < 0.002” fired in step 23, at 0.001.",
-        "Watch “warn if completions/generated > 500” fired in step 5, at 769.2.",
-    ]
-    assert "entropy_coef" in found[0].remedy
-    assert "`completions/generated`" in found[1].remedy
-
-
 # The page
 
 
@@ -273,12 +260,11 @@ CELL = {"accuracy": 0.5, "low": 0.4, "high": 0.6}
 @pytest.fixture(scope="module")
 def broken_run(tmp_path_factory) -> Path:
     """The folder of a finished run that fills every part of a report."""
-    watches = ["warn if entropy < 0.002"]
     after = {"Level 3": {"sampled": CELL | {"pass_at": {"1": 0.5, "4": 0.875}}}}
     summary = {"before": {"Level 3": {"sampled": CELL | {"pass_at": {"1": 0.4, "4": 0.75}}}}, "after": after}
     summary |= {"optimizer_steps": 40, "train_seconds": 61.2}
     folder = tmp_path_factory.mktemp("runs") / "a <b>run"
-    run = write_run(folder, scripted(entropy=at_end(0.05, 0.001)), SETTINGS | {"watches": watches}, summary)
+    run = write_run(folder, scripted(entropy=at_end(0.05, 0.001)), SETTINGS, summary)
     write_report(run)
     return run
 
@@ -308,7 +294,6 @@ def test_report_has_every_part(page):
         "50.0% [40.0%, 60.0%]",
         "87.5%",
         "Escort effective sample size stayed at 4.8 of 6.",
-        "Watch “warn if entropy < 0.002” fired in step 23, at 0.001. If validation rises, this is learning.",
     ):
         assert text in page.text, text
     _, tried = page.text.split("What to try next")

@@ -311,7 +311,6 @@ def test_every_field_that_decides_a_rollout_is_saved(run: Path):
         "max_completions",
         "max_reward_failure_rate",
         "max_skipped_steps",
-        "watches",
         "save_rollouts",
     }
     assert fields - of_transformers - saved == work | bounds | set(NOT_IN_A_ROLLOUT.split())

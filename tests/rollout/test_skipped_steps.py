@@ -1,16 +1,13 @@
-"""A gradient that is not finite: the step is skipped, its samples are kept, and too many in a row end the run."""
+"""A gradient that is not finite: the step is skipped, and too many in a row end the run."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers import RecordingOPO, Script, logged, make_trainer, snapshot, trained
 from safetensors.torch import load_file
 
 from opo_trl.rollout import checkpoint
-from opo_trl.rollout.skipped_steps import SkippedSteps
 
 
 def poison(*rollouts: int):
@@ -28,50 +25,8 @@ def same(one: dict, other: dict) -> bool:
     return all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_part_counts_keeps_samples_and_resumes(tmp_path):
-    args = SimpleNamespace(output_dir=str(tmp_path / "new"), max_skipped_steps=2)
-    model = torch.nn.Linear(1, 1)
-    part = SkippedSteps(args, Accelerator(cpu=True))
-    norms = [0.5, math.nan, 0.25, math.inf, math.nan]
-    found = [part.check(model, norm, step=step, micro_batches=[step]) for step, norm in enumerate(norms, 1)]
-    assert [norm if math.isfinite(norm) else None for norm in found] == [0.5, None, 0.25, None, None]
-    assert torch.load(tmp_path / "new" / "skipped_step_0.pt") == {"step": 5, "micro_batches": [5]}
-    again = SkippedSteps(args, Accelerator(cpu=True))
-    again.load_state_dict(part.state_dict())
-    trainer = SimpleNamespace(lr_scheduler=None, control=SimpleNamespace())
-    with pytest.raises(RuntimeError, match="max_skipped_steps=2"), again.end_of_step(trainer):
-        pass
-    assert vars(trainer.control) == {"should_log": True, "should_save": True}
-    again.check(model, 0.5, step=6, micro_batches=[])
-    assert again.state_dict() == {"total": 3, "in_a_row": 0, "moved_at": 6}
-    with again.end_of_step(trainer):
-        pass
-
-
-def test_samples_replace_a_link_and_may_be_lost_on_a_full_disk(tmp_path, caplog, monkeypatch):
-    def check(step: int) -> None:
-        norm = part.check(torch.nn.Linear(1, 1), math.nan, step=step, micro_batches=[step])
-        assert math.isnan(norm)
-
-    def full(*_):
-        raise RuntimeError("unexpected pos 64 vs 0")  # what torch says of a full disk
-
-    part = SkippedSteps(SimpleNamespace(output_dir=str(tmp_path), max_skipped_steps=9), Accelerator(cpu=True))
-    (tmp_path / "mine.txt").write_text("mine")
-    (tmp_path / "skipped_step_0.pt").symlink_to("mine.txt")
-    check(1)
-    assert (tmp_path / "mine.txt").read_text() == "mine"
-    monkeypatch.setattr(torch, "save", full)
-    check(2)
-    assert "Its samples could not be kept: unexpected pos" in caplog.text
-    assert torch.load(tmp_path / "skipped_step_0.pt")["step"] == 1
-
-
-@pytest.mark.parametrize("trainer_class", [RecordingOPO])
-def test_step_is_skipped_and_the_next_is_taken(tiny_model, tmp_path, trainer_class):
-    trainer = trained(
-        tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(1), max_steps=4, optim="adamw_torch"
-    )
+def test_step_is_skipped_and_the_next_is_taken(tiny_model, tmp_path):
+    trainer = trained(tiny_model, tmp_path, inject=poison(1), max_steps=4, optim="adamw_torch")
     before = [step.policy for step in trainer.steps]
     assert not same(before[0], before[1])
     assert same(before[2], before[1])  # not even AdamW's momentum moved it
@@ -101,52 +56,6 @@ def test_learning_rate_follows_its_schedule_over_a_skipped_step(tiny_model, tmp_
     if options:
         assert trainer.accelerator.scaler.get_scale() == 1.0  # halved by both skipped steps
         assert not trainer.accelerator.optimizer_step_was_skipped
-
-
-@pytest.mark.parametrize("trainer_class", [RecordingOPO])
-def test_samples_of_a_skipped_step_are_kept_and_reproduce_its_loss(tiny_model, tmp_path, trainer_class):
-    trainer = trained(tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(1), max_steps=3)
-    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
-    assert kept["step"] == 2
-    step = trainer.steps[1]
-    trainer.model.load_state_dict(step.policy)
-    losses = [trainer.compute_loss(trainer.model, rows).item() for rows in kept["micro_batches"]]
-    assert losses == pytest.approx(step.losses, nan_ok=True)
-    assert sum(map(math.isnan, losses)) == 1
-    assert len(losses) == 2
-
-
-def test_only_the_micro_batches_of_the_skipped_step_are_kept(tiny_model, tmp_path):
-    def inject(rollout, trainer):
-        rollout["opo_target"][:] = torch.where(rollout["row"] == 3, torch.nan, rollout["opo_target"])
-
-    trainer = trained(tiny_model, tmp_path, inject=inject, max_steps=2, steps_per_generation=4)
-    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
-    rows = torch.cat([part["row"] for part in kept["micro_batches"]])
-    assert rows.tolist() == torch.cat([batch["row"] for batch in trainer.steps[kept["step"] - 1].batches]).tolist()
-    assert 3 in rows
-    assert len(rows) == 8
-
-
-@pytest.mark.parametrize("trainer_class", [RecordingOPO])
-@pytest.mark.parametrize(
-    ("options", "rollouts"),
-    [
-        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, [0, 0, 1, 1]),
-        ({"steps_per_generation": 1, "gradient_accumulation_steps": 4}, [0, 1, 2, 3]),
-        ({"steps_per_generation": 2, "gradient_accumulation_steps": 3, "num_iterations": 2}, [0, 0, 0]),
-    ],
-    ids=str,
-)
-def test_micro_batches_of_all_rollouts_of_the_skipped_step_are_kept(
-    tiny_model, tmp_path, trainer_class, options, rollouts
-):
-    """The first rollout has the sample that made it skip; a later one, or a later pass, ends the step."""
-    trained(tiny_model, tmp_path, trainer_class=trainer_class, inject=poison(0), max_steps=1, **options)
-    kept = torch.load(tmp_path / "skipped_step_0.pt", weights_only=True)
-    assert [int(part["rollout"][0]) for part in kept["micro_batches"]] == rollouts
-    name = "opo_target" if trainer_class is RecordingOPO else "advantages"
-    assert any(part[name].isnan().any() for part in kept["micro_batches"])
 
 
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_to_resume(tiny_model, tmp_path):
