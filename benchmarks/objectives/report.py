@@ -275,27 +275,9 @@ def _loss_of_form(name: str) -> str:
     return f"{w}[−{g}·Δ{back}]" if back else f"−{w}{g}·Δ"
 
 
-def table_of_results(found: Results) -> str:
-    """What the objectives of the table reach, regime by regime, the best first."""
-    text = []
-    for regime in design.TABLE:
-        names = [name for name in (*REPORTED, *LITERATURE) if is_complete(name, regime, found)]
-        rows = []
-        for name in sorted(names, key=lambda name: -np.mean(values(name, regime, found, "sampled"))):
-            seconds = np.mean([found[run]["seconds"] for run in reported(name, regime, found).values()])
-            measured = [shown(values(name, regime, found, measure)) for measure in ("sampled", "greedy")]
-            rows.append([_title(name), *measured, f"{seconds:.0f}"])
-        missing = len(design.reporting(regime)) + len(LITERATURE) - len(names)
-        described = REGIMES[regime].described + (f"; {missing} objectives are still to be run." if missing else ".")
-        text.append(f"### `{regime}`\n\n{textwrap.fill(described, 119)}")
-        if rows:
-            text.append(table(("", "sampled", "greedy", "processor seconds"), rows))
-    return "\n\n".join(text)
-
-
 def write_report(found: Results, fresh: Results, folder: Path, root: Path = ROOT) -> None:
     """Write `objectives.md` and `objectives.png`; fill `docs/objectives.md` and the table of the README."""
-    page = {"objectives": table_of_losses(), "results": table_of_results(found)}
+    page = {"objectives": table_of_losses()}
     for name, blocks in (("README.md", {"evidence": table_of_methods(found)}), ("docs/objectives.md", page)):
         (root / name).write_text(fill((root / name).read_text(), blocks))
     kept = remaining(found)
