@@ -14,7 +14,7 @@ from helpers import RecordingGRPO, distance, norm, snapshot, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-STEPS = 5
+STEPS = 3
 
 GRPO = {"loss_type": "grpo", "epsilon": 1e6, "trainer_class": RecordingGRPO}
 
@@ -64,16 +64,13 @@ def assert_same_rollouts(one, other):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"beta": 0.2},
         {"beta": 0.2, "use_bias_correction_kl": True},
         # One micro-batch: TRL's entropy threshold is that of a micro-batch, OPO's that of the rollout.
         {"top_entropy_quantile": 0.5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
         # Micro-batches of one row: TRL's entropy bonus is a mean over the tokens of a micro-batch, OPO's over rows.
         {"entropy_coef": 0.1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-        {"steps_per_generation": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     ],
-    ids=["plain", "KL", "KL corrected", "high-entropy tokens", "entropy bonus", "one micro-batch"],
+    ids=["KL corrected", "high-entropy tokens", "entropy bonus"],
 )
 def test_alpha_near_one_is_grpo(talkative_model, tmp_path, options):
     grpo = run(talkative_model, tmp_path, **GRPO, **options)
@@ -104,13 +101,10 @@ def test_alpha_near_one_is_grpo_under_adamw(talkative_model, tmp_path):
     assert error(far, grpo) > 0.1
 
 
-@pytest.mark.parametrize(
-    "difference",
-    [{"alpha": 0.4}, {"log_ratio_reduction": "sum"}, {"drive_scaling": "none"}],
-    ids=["alpha", "reduction", "scaling"],
-)
-def test_opo_is_not_grpo_otherwise(talkative_model, tmp_path, difference):
+def test_opo_is_not_grpo_otherwise(talkative_model, tmp_path):
     """Negative control: without any one of the conditions, there is no parity."""
-    options = {"alpha": 0.999, "drive_scaling": "group", "log_ratio_reduction": "mean", **difference}
-    grpo, other = run(talkative_model, tmp_path, **GRPO), run(talkative_model, tmp_path, **options)
-    assert error(other, grpo) > 0.03  # 0.07 to 1.1, depending on the completions
+    grpo = run(talkative_model, tmp_path, **GRPO)
+    conditions = {"alpha": 0.999, "drive_scaling": "group", "log_ratio_reduction": "mean"}
+    for difference in ({"alpha": 0.4}, {"log_ratio_reduction": "sum"}, {"drive_scaling": "none"}):
+        other = run(talkative_model, tmp_path, **conditions | difference)
+        assert error(other, grpo) > 0.03, difference  # 0.07 to 1.1, depending on the completions

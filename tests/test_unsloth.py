@@ -24,13 +24,6 @@ REPLACED = (
     "is imported."
 )
 
-
-def run(script: str) -> subprocess.CompletedProcess:
-    """Run a script in a process that finds the stand-in under the name `unsloth`."""
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment(SCRIPTS), capture_output=True, text=True, timeout=300)
-
-
 BEFORE = """
 from trl.trainer import grpo_config, grpo_trainer
 theirs, configuration = grpo_trainer.GRPOTrainer, grpo_config.GRPOConfig
@@ -43,7 +36,7 @@ assert trl.GRPOConfig is not configuration
 assert str(trl.GRPOConfig) == str(configuration)
 
 from importlib import import_module
-for module in ("opo_trl.trainer", "opo_trl.asynchronous.trainer", "opo_trl.train"):
+for module in ("opo_trl.trainer", "opo_trl.asynchronous.trainer"):
     try:
         import_module(module)
     except ImportError as error:
@@ -54,10 +47,13 @@ from opo_trl.rewards import accuracy_reward
 
 
 def test_unsloth_before_us_ends_the_import_of_a_trainer():
-    done = run(BEFORE)
+    command, modules = (
+        [sys.executable, "-c", BEFORE],
+        environment(SCRIPTS),
+    )  # where the stand-in has the name `unsloth`
+    done = subprocess.run(command, env=modules, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count(REPLACED) == 3
-    assert done.stdout.count("see docs/migrating.md for alternatives") == 3
+    assert done.stdout.count(REPLACED) == done.stdout.count("see docs/migrating.md for alternatives") == 2
 
 
 def after(model: str, folder: str) -> None:
