@@ -8,7 +8,6 @@ no code with the package or TRL.
 """
 
 import functools
-import itertools
 import math
 import os
 import random
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -365,31 +364,28 @@ def advantages(rewards: list[list[float | None]], args: GRPOConfig, G: int) -> l
     weights = args.reward_weights or [1.0] * len(rewards[0])
     scorable = [any(r is not None for r in row) for row in rewards]
 
-    def standardized(values: list[float | None], over: list[float | None], scale: bool) -> list[float | None]:
-        known = [v for v in over if v is not None]
+    def centred(values: list[float | None], scale: bool) -> list[float | None]:
+        known = [v for v in values if v is not None]
         if not known or (scale and len(known) < 2):
             return [None] * len(values)
         divisor = statistics.stdev(known) + 1e-4 if scale else 1.0
         return [None if v is None else (v - statistics.fmean(known)) / divisor for v in values]
 
-    def groups(values: list) -> list[list]:
-        return [values[i : i + G] for i in range(0, len(values), G)]
+    def in_groups(values: list[float | None], scale: bool) -> list[float | None]:
+        return [v for i in range(0, len(values), G) for v in centred(values[i : i + G], scale)]
 
-    def total(rows: list[list[float | None]]) -> list[float | None]:
+    def total(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
         return [
             sum(w * r for w, r in zip(weights, row, strict=True) if r is not None) if known else None
             for row, known in zip(rows, scorable, strict=True)
         ]
 
     if args.multi_objective_aggregation == "normalize_then_sum":
-        columns = [[row[k] for row in rewards] for k in range(len(weights))]
-        columns = [list(itertools.chain(*(standardized(g, g, True) for g in groups(c)))) for c in columns]
-        summed = total([list(row) for row in zip(*columns, strict=True)])
-        result = standardized(summed, summed, True)
+        columns = [in_groups(list(column), True) for column in zip(*rewards, strict=True)]
+        result = centred(total(zip(*columns, strict=True)), True)
     else:
         summed = total(rewards)
-        in_groups = args.scale_rewards == "group"
-        result = list(itertools.chain(*(standardized(g, g, in_groups) for g in groups(summed))))
+        result = in_groups(summed, args.scale_rewards == "group")
         if args.scale_rewards == "batch":
             spread = statistics.stdev([v for v in summed if v is not None]) + 1e-4
             result = [None if v is None else v / spread for v in result]
@@ -545,8 +541,7 @@ class Reference:
         Loss and gradient of one optimizer step, and the samples' log-ratios.
 
         Args:
-            step: index of the optimizer step.
-            row_weight: importance weight of a sample, from its rollout and index.
+            row_weight: of a sample, from its rollout and index.
             kept_tokens: bool mask of a sample's tokens that steer the policy, from rollout, index and entropies.
             entropy_coef: coefficient of the entropy bonus in this step.
             reference_policy: reference of the KL term; the initial policy by default.

@@ -40,12 +40,9 @@ from opo_trl.objective import (
     Samples,
     admissible_target,
     escort_weights,
-    loss_terms,
     opo_loss,
     project,
     stiffness_for_radius,
-    token_mean,
-    token_sum,
 )
 
 
@@ -224,17 +221,6 @@ def test_on_the_conservation_subspace_the_loss_is_the_papers_functional(ratio_fo
     v = in_h0(0.3 * torch.rand(4, dtype=torch.float64))
     expected = statistics.fmean(-w * x + mu / 2 * x**2 for w, x in zip(omega, v.tolist(), strict=True))
     assert_tight(opo_loss(coordinates(ratio_form, v), target, mu=mu, ratio_form=ratio_form).mean(), expected)
-
-
-@pytest.mark.parametrize("log_ratio", [-3.0, 0.0, 0.5, 0.69, 0.7, 4.0])
-def test_the_default_has_the_force_of_the_truncated_chi2_form(log_ratio):
-    """Value: push and pull-back times Delta. Gradient: -b · (g - mu · (b - 1)), b = min(exp(Delta), 2)."""
-    delta, bounded = f64([log_ratio]).requires_grad_(), min(math.exp(log_ratio), 2.0)
-    work, dissipation = loss_terms(delta, f64([0.2]), mu=1.5)
-    assert_tight(work.detach(), [-bounded * 1.5 * 0.2 * log_ratio])
-    assert_tight(dissipation.detach(), [bounded * 1.5 * (bounded - 1) * log_ratio])
-    (gradient,) = torch.autograd.grad((work + dissipation).sum(), delta)
-    assert_tight(gradient, [-bounded * 1.5 * (0.2 - (bounded - 1))])
 
 
 def test_exact_form_is_precise_near_the_behaviour_policy():
@@ -580,15 +566,6 @@ def test_corrected_reference_kl_has_the_value_and_gradient_of_the_divergence_in_
     assert_tight(estimate.detach(), divergence.detach())
     expected, gradient = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (divergence, estimate))
     assert_tight(gradient, expected)
-
-
-@pytest.mark.parametrize("trash", [0.0, *TRASH])
-def test_token_mean_and_sum_are_over_the_tokens_of_each_completion(trash):
-    x, _, mask = token_logps()
-    expected = [[x[row, t].item() for t in range(5) if MASK[row][t]] or [0.0] for row in range(4)]
-    dirty = x.masked_fill(mask == 0, trash)
-    assert_tight(token_mean(dirty, mask), [statistics.fmean(row) for row in expected])
-    assert_tight(token_sum(dirty, mask), [math.fsum(row) for row in expected])
 
 
 class Shortened(OPO):

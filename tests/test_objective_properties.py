@@ -21,7 +21,7 @@ from opo_trl.objective import (
 
 
 # The same examples in every run and on every machine.
-every_example = settings(deadline=None, derandomize=True, max_examples=150)
+every_example = settings(deadline=None, derandomize=True, max_examples=75)
 
 SCALINGS = st.sampled_from(["none", "group", "batch"])
 POSITIVITIES = st.sampled_from(["none", "stiffen", "clip", "project"])

@@ -19,7 +19,6 @@ from datasets import Dataset
 from helpers import USE_CPU, snapshot
 from peft import PeftModel
 from side_by_side import Run, moved, side_by_side
-from tiny_special import save_caller
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, TrlParser, get_peft_config
@@ -347,85 +346,3 @@ def test_reward_functions_of_the_documentation(tiny_model, tmp_path):
     of_trl, of_opo = (table.to_dict() for table in tables)
     assert {"golden", "prompt", "completion", "advantage", "slow_reward"} <= of_trl.keys()
     assert json.dumps(of_trl) == json.dumps(of_opo)
-
-
-# 6. The environments of the documentation
-
-
-class Counter:
-    """Sets its own task, and owns the reward."""
-
-    def reset(self, **kwargs) -> str:
-        self.seen, self.count = kwargs, 0
-        return "2+3"
-
-    def get_reward(self) -> float:
-        return float(self.count)
-
-    def add(self, a: int, b: int) -> int:
-        """
-        Add two numbers.
-
-        Args:
-            a: one number.
-            b: the other.
-
-        Returns:
-            Their sum.
-        """
-        self.count += 1
-        return a + b
-
-
-class Silent(Counter):
-    """Scores asynchronously."""
-
-    async def get_reward(self) -> float:
-        return 0.25
-
-
-@pytest.fixture(scope="module")
-def adder(tiny_model, tmp_path_factory) -> str:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-    turns = [
-        *ask("2+3"),
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "name": "add", "content": "5"},
-        {"role": "assistant", "content": "5"},
-    ]
-    return save_caller(tiny_model, tmp_path_factory.mktemp("adder"), turns, tools=[Counter().add])
-
-
-def environments(config_class, trainer_class, out: Run, model: str):
-    def odd_rows(environments, **kwargs):
-        return [float(i % 2) for i, _ in enumerate(environments)]
-
-    options = {**SMALL, "max_completion_length": 150, "learning_rate": 1e-4, "per_device_train_batch_size": 8}
-    named = {"counter": Counter, "silent": Silent}
-    args = config_class(str(out.folder), **options, num_generations=4)
-    alone = trainer_class(model=model, args=args, environment_factory=Counter)
-    assert len(alone.train_dataset) == 2
-    assert alone.reward_func_names == ["Counter"]
-    trainer = trainer_class(
-        model=model,
-        args=args,
-        train_dataset=Dataset.from_dict({"environment": [*named] * 4, "level": [*range(8)]}),
-        reward_funcs=out.record(odd_rows),
-        environment_factory=named,
-    )
-    trainer.train()
-    return trainer
-
-
-def test_environments_of_the_documentation(adder, tmp_path):
-    """Without a dataset or rewards; or several by name, without prompts, with a reward that reads them."""
-    for made in side_by_side(environments, tmp_path, adder):
-        entry, seen = made.entries[0], made.trainer.environments[0].seen
-        assert entry["tools/call_frequency"] > 0.5
-        assert entry["rewards/Counter/mean"] > 0.5
-        assert entry["rewards/Silent/mean"] == 0.25
-        first = made.given("odd_rows")[0]
-        assert {*first["environment"]} == {"counter", "silent"}
-        assert {type(environment) for environment in first["environments"]} == {Counter, Silent}
-        assert "level" in seen
-        assert "environment" not in seen
