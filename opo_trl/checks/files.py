@@ -1,15 +1,8 @@
-"""
-Files of a run, and of others' folders that reports read.
+"""Text, JSON and JSON lines: a file is replaced as a whole, and an error of reading names it."""
 
-Reading is limited in size and depth, and names the file in what is wrong. A file is replaced as a whole: a process
-that is stopped leaves the old one or the complete new one.
-"""
-
-import errno
 import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
@@ -17,83 +10,57 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-LONGEST = 2**28  # bytes that are read of a file, unzipped
-
-
 def read_text(path: Path) -> str:
     """Read a text file, gzipped if its name ends with `.gz`; empty if there is no such file."""
     if not path.is_file():  # a pipe would make this wait
         return ""
-    with _about(path), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        content = file.read(LONGEST + 1)
-        if len(content) > LONGEST:
-            raise ValueError(f"it has more than {LONGEST:,} bytes, the limit")
-    return content.decode("utf-8-sig", "replace")
+    content = path.read_bytes()
+    return (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig", "replace")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that holds a mapping; empty if there is no such file."""
-    text = read_text(path)
-    with _about(path):
-        return parse(text) if path.is_file() else {}
+    try:
+        return parse(read_text(path)) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read a JSONL file of mappings, up to a last line that a kill has cut short; empty if there is no such file."""
     found, lines = [], read_text(path).split("\n")
     for number, line in enumerate(lines, 1):
-        if line.strip("\0 \t\r"):  # zeros are what a crash of the machine may leave
-            try:
-                found.append(parse(line))
-            except ValueError as error:
-                if number == len(lines) and isinstance(error, json.JSONDecodeError):
-                    break
-                with _about(path):
-                    raise ValueError(f"line {number}: {error}") from error
+        try:
+            found += [parse(line)] if line.strip("\0 \t\r") else []  # zeros are what a crash of the machine may leave
+        except ValueError as error:
+            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
+                raise ValueError(f"{str(path)!r} cannot be read: line {number}: {error}") from error
     return found
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse JSON that holds a mapping; a `ValueError` if it does not, or is nested too deeply."""
-    try:
-        content = json.loads(text)
-    except RecursionError:
-        raise ValueError("lists and mappings are nested too deeply") from None
+    """Parse JSON that holds a mapping; a `ValueError` if it does not."""
+    content = json.loads(text)
     if not isinstance(content, dict):
         raise ValueError(f"it holds {text.strip()[:40]!r}, not a mapping")
     return content
 
 
 @contextmanager
-def _about(path: Path) -> Iterator[None]:
-    """Name the file in what is wrong with its content."""
-    try:
-        yield
-    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{str(path)!r} cannot be read: {error}") from error
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Replace a file, or create it."""
-    with replacing(path) as file:
-        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
-
-
-@contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` when the block ends: stopped at any time, old or new is complete."""
     part = path.with_name(f"_{path.name}.part")  # with "_": not pushed to the Hub
-    with _writing(path):
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync(path.parent)
+    except OSError as error:  # such as that of a full disk, which names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
         part.unlink(missing_ok=True)
-        try:
-            with part.open("xb") as file:  # never through a link that somebody has put there
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            sync(path.parent)
-        finally:
-            part.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -101,9 +68,6 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not every file system can tell
-            raise
     finally:
         os.close(descriptor)
 
@@ -114,13 +78,10 @@ def free(path: Path) -> Path:
     return next(each for each in chain([path], further) if not os.path.lexists(each))
 
 
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Name the file in an error of the file system, such as that of a full disk."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+def write(path: Path, content: str | bytes) -> None:
+    """Replace a file, or create it."""
+    with replacing(path) as file:
+        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -135,8 +96,8 @@ def write_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
 
 def append_lines(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     """Append lines to a JSONL file."""
-    with _writing(path), path.open("ab") as file:
-        file.write(_lines(entries).encode())
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_lines(entries))
 
 
 def _lines(entries: Sequence[Mapping[str, Any]]) -> str:

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..checks.environment import check_installed
 from ..rewards.boxes import text_of, without_reasoning
 from ..rewards.effects import without_effects
 
@@ -54,11 +53,9 @@ def make_problems(
 
     Raises:
         `ValueError`: there is no such task, split, level or setting.
-        `ImportError`: reasoning-gym is not installed.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
-    check_installed(f"dataset_name={name!r}", "reasoning_gym", install="'opo_trl[gym]'")
     seed = int(settings.get("seed", 0)) + TEST_SEED * (split == "test")
     task, seeded = name.removeprefix(PREFIX), {"size": 1, **settings, "seed": seed}
     asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])

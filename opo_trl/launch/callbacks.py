@@ -1,6 +1,5 @@
 """Accuracies of a run, and callbacks: log file, progress bar, accuracies before training, and validation."""
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -65,14 +64,6 @@ class ProgressBar(ProgressCallback):
         super().__init__()
         self.latest: dict[str, str] = {}
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        super().on_train_begin(args, state, control, **kwargs)
-        budget = getattr(args, "max_completions", None)  # asynchronous training has none
-        if budget is not None and self.training_bar is not None:
-            # At the latest: dynamic sampling makes more completions in a rollout.
-            steps = math.ceil(math.ceil(budget / args.generation_batch_size) * args.optimizer_steps_per_rollout)
-            self.training_bar.total = min(state.max_steps, steps)
-
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
             shown = {label: logs[key] for key, label in _SHOWN.items() if logs.get(key) is not None}
@@ -85,8 +76,8 @@ class ReportBefore(TrainerCallback):
     Measures the base model's accuracies before the first step, writes them to `summary.json`, and prints them.
 
     This has to wait until training begins, because DeepSpeed and FSDP only then place and shard the model. A resumed
-    run measures nothing: either the summary has the accuracies, or the first step is over. `summary` is the content of
-    `summary.json` so far, the same on every process; `before` is filled in. `seconds` is the time that it took.
+    run measures nothing: either the `summary`, the same on every process, has the accuracies, or the first step is
+    over. `seconds` is the time that it took.
     """
 
     def __init__(self, trainer: OPOTrainer, data: Mapping[str, Dataset], samples: int, summary: dict[str, Any]):

@@ -11,13 +11,12 @@ The `opo-trl` command.
 """
 
 import argparse
-import re
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import __version__
 from ..checks.errors import report_error
@@ -45,24 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] and (said := _GONE.get(argv[0])):
         return report_error(f"opo-trl {argv[0]}", ValueError(f"this command is gone: {said}"), debug=False)
-    parser = _make_parser()
-    arguments = parser.parse_args(argv[:1] if argv[:1] == ["train"] else argv)
-    if arguments.command is None:
-        parser.print_help()
-        return 0
     try:
-        return _run(arguments, argv[1:])
+        return _train(argv[1:]) if argv[:1] == ["train"] else _run(argv)
     except (ValueError, ImportError, OSError) as error:  # an error of the file system names the file
-        return report_error(f"opo-trl {arguments.command}", error, debug="--debug" in argv)
+        return report_error(f"opo-trl {argv[0]}", error, debug="--debug" in argv)
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def _run(argv: list[str]) -> int:
     form: Any = {"epilog": _FIRST_RUN, "formatter_class": argparse.RawDescriptionHelpFormatter}
     text = "Orthogonalized Policy Optimization on TRL."
     parser = argparse.ArgumentParser(prog="opo-trl", description=text, **form)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("train", help="train from a recipe, through accelerate", add_help=False)
+    commands.add_parser("train", help="train from a recipe, through accelerate")  # which has its own parser
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
     text = "TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
     diagnose.add_argument("run", type=Path, help=text)
@@ -76,25 +70,23 @@ def _make_parser() -> argparse.ArgumentParser:
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
     for command in (report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
 
-
-def _run(arguments: argparse.Namespace, words: list[str]) -> int:
+    arguments = parser.parse_args(argv)
     # Each command imports what it needs: TRL takes seconds.
-    if arguments.command == "train":
-        return _train(words)
     if arguments.command == "report":
-        from ..report.run_report import report
+        from ..report.run_report import report as write_report
 
-        report(arguments.folder, arguments.output)
+        write_report(arguments.folder, arguments.output)
     elif arguments.command == "diagnose":
-        from ..report.diagnosis import diagnose
+        from ..report.diagnosis import diagnose as judge
 
-        return diagnose(arguments.run, arguments.output)
+        return judge(arguments.run, arguments.output)
     elif arguments.command == "recipes":
         from .shipped import copy_out, describe
 
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [describe()]), sep="\n")
+    else:
+        parser.print_help()
     return 0
 
 
@@ -104,7 +96,7 @@ def _train(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from .recipe import launch_words, read, set_variables
-    from .signals import passed_on
+    from .signals import pass_on_signals
 
     given = read(argv)
     set_variables(given.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
@@ -114,41 +106,25 @@ def _train(argv: list[str]) -> int:
     for word in given.unknown:  # argparse returns them in their order
         place = known.index(word, place)
         del known[place]
-    launcher = launch_command_parser()
-    launcher.error = _reject_option  # type: ignore[method-assign]  # its own shows all options
-    options, unknown = launcher.parse_known_args([*words, "-m", "opo_trl.train", *known])
-    if unknown or options.training_script != "opo_trl.train":
-        raise ValueError(f"{' '.join(given.unknown)} is neither a field nor an option of `accelerate launch`.")
+    options = launch_command_parser().parse_args([*words, "-m", "opo_trl.train", *known])
+    pass_on_signals()
     try:
-        with passed_on():
-            launch_command(options)
+        launch_command(options)
     except subprocess.CalledProcessError as error:
-        return _status("the training process", error.returncode)
+        code = error.returncode
     except ChildFailedError as error:
-        from ..report.run_folder import is_run
         from ..report.run_report import write_or_say_why
 
-        rank, failure = error.get_first_failure()
-        folder = Path(given.values["output_dir"] or "").expanduser()
-        if failure.exitcode != 2 and options.machine_rank in (None, 0) and is_run(folder):
-            write_or_say_why(folder)  # the first process may have been ended before it could
-        return _status(f"training process {rank}", failure.exitcode)
-    return 0
-
-
-def _reject_option(message: str) -> NoReturn:
-    message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
-    raise ValueError(f"{message}. It is an option of accelerate: `accelerate launch --help` lists its values.")
-
-
-def _status(process: str, code: int) -> int:
-    """Exit status of a process that failed. It has reported why, unless a signal ended it."""
-    if code >= 0:
+        code = error.get_first_failure()[1].exitcode
+        if code != 2 and options.machine_rank in (None, 0):
+            write_or_say_why(Path(given.values["output_dir"]).expanduser())  # the first process may not have done it
+    else:
+        return 0
+    if code >= 0:  # the process has said why
         return code
     name = signal.Signals(-code).name
-    hint = ", probably because memory ran out" if name == "SIGKILL" else ""
-    advice = "Continue with `--resume_from_checkpoint auto`."
-    print(f"opo-trl train: error: {process} was ended by {name}{hint}. {advice}", file=sys.stderr)
+    said = "opo-trl train: error: a training process was ended by"
+    print(f"{said} {name}. Continue with `--resume_from_checkpoint auto`.", file=sys.stderr)
     return 128 - code  # as in a shell
 
 

@@ -50,13 +50,6 @@ class Data:
     prompt_style: str  # also where the recipe leaves it open
 
 
-def source_of(script: OPOScriptArguments, args: OPOConfig) -> str:
-    """The field that the training prompts are from, with its value."""
-    fields = {"rollouts": getattr(args, "rollouts", None), "datasets": script.datasets}
-    fields["dataset_name"] = script.dataset_name
-    return next((f"{name}={value!r}" for name, value in fields.items() if value), "dataset_name=None")
-
-
 def load_data(
     script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
 ) -> Data:

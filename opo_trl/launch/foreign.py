@@ -8,17 +8,12 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def library(
-    what: str, fix: str = "`--debug` shows where.", *, own: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
-    """Name `what`, and a fix, in any error of a library in this context. Those of ours (`own`) name their field."""
+def library(what: str, fix: str) -> Iterator[None]:
+    """Name `what`, and a fix, in any error in this context."""
     try:
         yield
-    except own:
-        raise
     except Exception as error:
-        said = str(error).strip().rstrip(".") or "no message"
-        raise ValueError(f"{what}: {type(error).__name__}: {said}. {fix}") from error
+        raise ValueError(f"{what}: {type(error).__name__}: {error}. {fix}") from error
 
 
 def load(field: str, name: str, what: str, example: str) -> Callable:

@@ -1,129 +1,110 @@
-"""The folder that a run writes into: no run mixes its files with those of another, and they say how to repeat it."""
+"""The folder that a run writes into: what an earlier run has left there, and files that say how to repeat this one."""
 
-import fcntl
 import logging
-import os
 import platform
 import subprocess
 import sys
-import warnings
 from collections.abc import Mapping
 from importlib.metadata import distributions
-from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from packaging.utils import canonicalize_name
+import torch
+import yaml
+from trl import ModelConfig
 
-from ..checks import files, paths, strict_yaml
+from ..arguments import OPOScriptArguments
+from ..checks import files
 from ..checks.secrets import mask, mask_words
-from ..report.run_folder import ENVIRONMENT, LOCK, RECIPE, REQUIREMENTS, SETTINGS, is_run
+from ..config import OPOConfig
+from ..fields import INHERITED, deciding
+from ..methods import config_classes
+from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings, read_summary
+from ..rollout.checkpoint import resolve
 
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES = (
-    *("opo_trl", "trl", "transformers", "torch", "accelerate", "datasets"),
-    *("peft", "deepspeed", "vllm", "math-verify", "matplotlib", "bitsandbytes"),
-)
+MODEL_PREFIX = "lora_"
 
 
-def check(folder: Path, *, resume: bool, overwrite: bool) -> None:
+def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: bool) -> str | None:
     """
-    A `ValueError` if a run that begins in a folder would write over something else, or cannot write.
+    The checkpoint that a run resumes from, if any.
 
-    `resume`: it continues the run in this folder. `overwrite`: an earlier run there may be moved aside.
+    Raises:
+        `ValueError`: it was trained with another model, data or method, or the folder holds another run.
     """
-    paths.check_folder("output_dir", folder)
-    if (folder / LOCK).exists():
-        _lock(folder, fcntl.LOCK_SH).close()  # shared: all processes of this run check at the same time
-    if resume or _is_empty(folder):
-        return
-    said = f"output_dir={str(folder)!r} is not empty"
-    if overwrite:
-        if Path.cwd().is_relative_to(folder.resolve()):  # a relative path would lead to where it was moved
-            raise ValueError(f"{said}, and contains the current folder. Start this command elsewhere.")
-        if not is_run(folder):
-            raise ValueError(f"{said}, and not a run of opo-trl. Choose another `output_dir`.")
-        return
-    raise ValueError(
-        f"{said}. Choose another `output_dir`, continue that run with `--resume_from_checkpoint last`, or move it "
-        "aside with `--overwrite`."
-    )
+    checkpoint = resolve(args.resume_from_checkpoint, args.output_dir)
+    saved = read_settings(Path(checkpoint).resolve().parent) if checkpoint else {}
+    names = (*kept_on_resume(), *(name for name in settings if name.startswith(MODEL_PREFIX)))
+    differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
+    lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
+    if lines:
+        said = f"resume_from_checkpoint={checkpoint!r} belongs to a run with other settings:"
+        fix = "Set the same values here, or choose another `output_dir` and start from the beginning."
+        raise ValueError("\n".join([said, *lines, fix]))
+    if is_run(Path(args.output_dir)) and not (overwrite or _continues(args, checkpoint)):
+        fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
+        raise ValueError(f"output_dir={args.output_dir!r} holds another run. Choose another `output_dir`, {fix}.")
+    return checkpoint
 
 
-def _is_empty(folder: Path) -> bool:
-    """Whether it holds no file: TRL's trainer creates folders in it before the run begins."""
-    return not any(path.is_file() and path.name != LOCK for path in folder.rglob("*"))
+def _continues(args: OPOConfig, checkpoint: str | None) -> bool:
+    """Whether the run in the folder goes on: from its own checkpoint, or from the beginning if it has none yet."""
+    folder = Path(args.output_dir)
+    if checkpoint is None:
+        return args.resume_from_checkpoint == "auto" and not is_finished(folder)
+    return Path(checkpoint).resolve().parent == folder.resolve()
 
 
-def claim(folder: Path, *, resume: bool, overwrite: bool) -> IO[str]:
+def kept_on_resume() -> tuple[str, ...]:
     """
-    After [`check`], lock a folder against other runs, and move an earlier run in it to the first of `folder-2`,
-    `folder-3` … that is free. It stays locked until the returned file is closed, or this process ends for any reason.
+    Fields that a run keeps when it resumes from a checkpoint: all but its length, what it saves, logs, validates and
+    reports, and how it is executed. A checkpoint restores optimizer and scheduler, which would hide new values.
     """
-    check(folder, resume=resume, overwrite=overwrite)
+    return (*fields_deciding(*INHERITED), "seed")
+
+
+def fields_deciding(*topics: str) -> tuple[str, ...]:
+    """Fields of recipes, of all methods, that decide one of these topics."""
+    kinds = (OPOScriptArguments, ModelConfig, *config_classes())
+    return tuple(dict.fromkeys(name for topic in topics for kind in kinds for name in deciding(kind, topic)))
+
+
+def claim(args: OPOConfig, checkpoint: str | None) -> None:
+    """Move an earlier run, unless it goes on, aside: to the first of `folder-2`, `folder-3` … that is free."""
+    folder = Path(args.output_dir)
+    if is_run(folder) and not _continues(args, checkpoint):
+        folder.rename(aside := files.free(folder))
+        logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
     folder.mkdir(parents=True, exist_ok=True)
-    lock = _lock(folder, fcntl.LOCK_EX)
-    if resume or _is_empty(folder):
-        return lock
-    place = folder.resolve()
-    aside = next(each for n in count(2) if not os.path.lexists(each := place.with_name(f"{place.name}-{n}")))
-    place.rename(aside)
-    lock.close()
-    for within in (place, *(place / entry.name for entry in aside.glob("completions"))):  # the trainer relies on it
-        within.mkdir()
-    logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
-    return _lock(folder, fcntl.LOCK_EX)
+    if args.log_completions:
+        (folder / "completions").mkdir(exist_ok=True)  # TRL's trainer has made it before
 
 
-def _lock(folder: Path, kind: int) -> IO[str]:
-    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        raise ValueError(
-            f"output_dir={str(folder)!r} is in use by another run, {file.read().strip()}. Choose another "
-            "`output_dir`, or end that run first."
-        ) from error
-    except OSError as error:
-        warnings.warn(f"{folder} cannot be locked ({error}): a second run could write into it, too.", stacklevel=2)
-    if kind == fcntl.LOCK_EX:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}\n")
-        file.flush()
-    return file
+def known_accuracies(checkpoint: str | None) -> dict[str, Any]:
+    """The accuracies before training, measured by the run that a checkpoint belongs to."""
+    summary = read_summary(Path(checkpoint).resolve().parent) if checkpoint else {}
+    return {name: value for name, value in summary.items() if name == "before"}
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
-    """Write `settings.json`, `recipe.yaml`, `environment.json` and `requirements.txt`, without secrets."""
+    """Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets."""
     files.write_json(folder / SETTINGS, mask(settings))  # first: from now on, it is a run's folder
-    files.write(folder / RECIPE, strict_yaml.dump(mask(recipe)))
+    files.write(folder / RECIPE, yaml.safe_dump(mask(recipe), sort_keys=False, allow_unicode=True))
     files.write_json(folder / ENVIRONMENT, {"seed": seed, "command": mask_words(sys.argv), **environment()})
-    # Without this package, which `environment.json` identifies by its commit.
-    lines = [f"{name}=={number}\n" for name, number in sorted(_installed().items()) if name != "opo-trl"]
-    files.write(folder / REQUIREMENTS, "".join(lines))
 
 
 def environment() -> dict[str, Any]:
-    """Commit, Python, platform, devices, and versions of the main packages, `None` if not installed."""
-    import torch  # takes a second
-
-    installed = _installed()
+    """Commit, Python, platform, devices, and versions of all packages."""
     return {
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
-        "packages": {name: installed.get(canonicalize_name(name)) for name in _PACKAGES},
+        "packages": dict(sorted((found.name, found.version) for found in distributions() if found.name)),
     }
-
-
-def _installed() -> dict[str, str]:
-    """Versions of the installed distributions; if one is installed twice, that of the imported one."""
-    named = ((found.metadata["Name"], found.version) for found in reversed([*distributions()]))
-    return {canonicalize_name(name): version for name, version in named if name}  # a broken one has none
 
 
 def git_commit(folder: Path) -> str | None:

@@ -7,9 +7,8 @@ or 130. It cannot stop within an optimizer step: a checkpoint holds no gradients
 
 import os
 import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -26,16 +25,9 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# One Ctrl-C may come twice: from the terminal, and passed on by the launcher.
-_SAME_SECONDS = 1.0
-
 
 class StoppedBySignal(SystemExit):
-    """
-    Training has ended after a signal, with a checkpoint. A script that does not catch it exits with its `code`.
-
-    Any other `SystemExit` in training is a failure: of a library, or of a reward.
-    """
+    """Training has ended after a signal, with a checkpoint. A script that does not catch it exits with its `code`."""
 
     code: int
 
@@ -44,8 +36,8 @@ class StopOnSignal(TrainerCallback):
     """
     Within this context, SIGTERM and Ctrl-C end training after the current optimizer step, with a checkpoint.
 
-    Whichever process receives the signal, all of them stop after the same step: they agree once per optimizer step. A
-    second Ctrl-C ends the process at once. `opo-trl train` trains in this context; so can your own script:
+    Whichever process receives the signal, all of them stop after the same step: they agree once per optimizer step.
+    `opo-trl train` trains in this context; so can your own script:
 
     ```python
     >>> with StopOnSignal(trainer):
@@ -60,7 +52,6 @@ class StopOnSignal(TrainerCallback):
     def __init__(self, trainer: "OPOTrainer"):
         self.trainer = trainer
         self._received, self._agreed = 0, 0  # number of the signal: in this process, in any process
-        self._received_at = 0.0
 
     def __enter__(self) -> "StopOnSignal":
         self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
@@ -75,15 +66,10 @@ class StopOnSignal(TrainerCallback):
             signal.raise_signal(self._received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == self._received == signal.SIGINT and now - self._received_at > _SAME_SECONDS:
-            _die(number)
-        if not self._received:
-            self._received, self._received_at = number, now
-            if self.trainer.args.local_process_index == 0:
-                said = "the run saves a checkpoint after this optimizer step and ends. Ctrl-C ends it now."
-                # Not `print`, which the signal may have interrupted.
-                os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())
+        if not self._received and self.trainer.args.local_process_index == 0:
+            said = "the run saves a checkpoint after this optimizer step and ends. Ctrl-\\ ends it now."
+            os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())  # the signal may interrupt a `print`
+        self._received = self._received or number
 
     def on_step_end(self, args, state, control, **kwargs):
         accelerator = self.trainer.accelerator
@@ -102,28 +88,16 @@ class StopOnSignal(TrainerCallback):
             raise StoppedBySignal(128 + self._agreed)
 
 
-@contextmanager
-def passed_on() -> Iterator[None]:
+def pass_on_signals() -> None:
     """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and let them end by themselves."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        started = psutil.Process().children()
-        if not started:
-            _die(number)
+        if not (started := psutil.Process().children()):
+            sys.exit(128 + number)
         for process in started:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 
-    # PyTorch's launcher would kill them after 30 seconds.
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
-    before = {number: signal.signal(number, pass_on) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _die(number: int) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # PyTorch's launcher would kill them after 30 seconds
+    for number in SIGNALS:
+        signal.signal(number, pass_on)

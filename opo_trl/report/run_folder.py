@@ -3,13 +3,11 @@ The folder of a run: its recipe, environment, log and results.
 
     recipe.yaml          the recipe as run, with command-line overrides: `opo-trl train --config` repeats the run
     settings.json        every setting with its resolved value
-    environment.json     main versions, hardware, seed, git commit, command
-    requirements.txt     all versions, for `pip install -r`
+    environment.json     versions of all packages, hardware, seed, git commit, command
     plan.txt             the plan printed when training started
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, over training
     summary.json         accuracies before and after, with intervals
-    _lock                locked while a run writes here; names its process and machine
     report.html          the report: accuracies, verdicts and plan
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
@@ -26,9 +24,7 @@ from ..checks.text import one_line
 
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
-REQUIREMENTS = "requirements.txt"
 PLAN, LOG, COMPLETIONS, SUMMARY = "plan.txt", "log.jsonl", "completions.jsonl", "summary.json"
-LOCK = "_lock"  # files with a leading underscore are not pushed to the Hub
 
 
 def is_run(folder: Path) -> bool:

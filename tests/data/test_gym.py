@@ -35,12 +35,6 @@ def score(rows: list[dict], completions: list) -> list[float]:
     return gym_reward(completions, task=[row["task"] for row in rows], entry=[row["entry"] for row in rows])
 
 
-@pytest.mark.skipif(find_spec("reasoning_gym") is not None, reason="reasoning-gym is installed")
-def test_missing_package_is_named():
-    with pytest.raises(ImportError, match=r"'reasoning_gym/countdown' needs .*pip install 'opo_trl\[gym\]'"):
-        load_problems("reasoning_gym/countdown")
-
-
 def test_recipe_of_a_task_gets_its_reward_and_instruction():
     script = OPOScriptArguments(dataset_name="reasoning_gym/countdown", dataset_settings='{"size": 7}')
     assert (script.reward_funcs, script.instruction) == (["gym_reward"], INSTRUCTION)

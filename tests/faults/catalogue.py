@@ -53,17 +53,8 @@ def compare(completions, gold, **columns):
 def too_few(completions, **columns):
     return [0.0]
 
-def text(completions, **columns):
-    return ["good" for _ in completions]
-
-def single(completions, **columns):
-    return 1.0
-
 def fails(completions, **columns):
     raise KeyError("gold")
-
-def exits(completions, **columns):
-    exit()
 
 async def exits_later(completions, **columns):
     raise SystemExit(0)
@@ -81,7 +72,6 @@ class Case:
     recipe: dict[str, Any] = field(default_factory=dict)  # fields to set in it
     fields: list[str] = field(default_factory=list)  # options to add to the command line
     change: Change = lambda folder: None  # of the folder
-    absent: str | None = None  # package to hide
     command: str = "train"  # the program that a launch starts in each process; otherwise a command of `opo-trl`
 
 
@@ -102,28 +92,12 @@ def write(name: str, content: bytes | str) -> Change:
     return change
 
 
-def remove(*names: str) -> Change:
-    def change(folder: Path) -> None:
-        for name in names:
-            (folder / name).unlink()
-
-    return change
-
-
 def edit(name: str, **values: Any) -> Change:
     """Change entries of a JSON file; `None` removes one."""
 
     def change(folder: Path) -> None:
         content = json.loads((folder / name).read_text()) | values
         (folder / name).write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
-
-    return change
-
-
-def both(*changes: Change) -> Change:
-    def change(folder: Path) -> None:
-        for one in changes:
-            one(folder)
 
     return change
 
@@ -162,19 +136,10 @@ TRAINED = {"alpha": 0.4, "model_name_or_path": "./model", "learning_rate": 1e-6}
 
 
 RECIPES = [
-    Case("missing recipe", ["config='no.yaml'", "`opo-trl recipes`"], fields=["--config", "no.yaml"]),
-    Case(
-        "recipe that would run code",
-        ["config='recipe.yaml'", "not valid YAML", "python/object/apply"],
-        change=write("recipe.yaml", "output_dir: !!python/object/apply:os.system ['touch ran']\n"),
-    ),
+    Case("missing recipe", ["No such file or directory: 'no.yaml'"], fields=["--config", "no.yaml"]),
     Case("misspelt key", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}),
     Case("field of an earlier version", ["torch_dtype=bfloat16", "it is `dtype`"], {"torch_dtype": "bfloat16"}),
     Case("misspelt option", ["--learning_rat", "Did you mean `learning_rate`?"], fields=["--learning_rat", "1"]),
-    Case("env that is not a mapping", ["env=['A=1']", "Set `env` to a mapping"], {"env": ["A=1"]}),
-    Case("word for a number", ["alpha: invalid float value: 'high'", "Set it to"], {"alpha": "high"}),
-    Case("unknown choice", ["ratio_form", "'linear'", "'exact'"], {"ratio_form": "linear"}),
-    Case("no data", ["dataset_name is not set", "Set it"], {"dataset_name": None}),
 ]
 
 OBJECTIVE = [
@@ -203,19 +168,9 @@ DATA = [
         change=write_rows([{k: v for k, v in row.items() if k != "solution"} for row in ROWS]),
     ),
     Case(
-        "levels of data without levels",
-        ["levels=['Level 1', 'Level 2']", "has no levels"],
-        change=write_rows([{"problem": "1 + 1", "answer": "2"}] * 8),
-    ),
-    Case(
         "column that a reward needs",
         ["reward_funcs='compare'", "missing a required", "'gold'", "and the columns [", "Rename a column"],
         {"reward_funcs": ["my_rewards.compare"]},
-    ),
-    Case(
-        "dataset without prompts",
-        ["prompt_style='dataset'", "no column 'prompt'", "'problem'", "Rename"],
-        DATASET,
     ),
     Case("unknown level", ["levels=['Level 9']", KNOWN_LEVELS], {"levels": ["Level 9"]}),
     Case(
@@ -240,9 +195,8 @@ MODELS = [
     Case(
         "tokenizer without a chat template",
         ["prompt_style='chat'", "model", "no chat template", "Set `prompt_style` to 'plain'"],
-        change=remove("model/chat_template.jinja"),
+        change=lambda folder: (folder / "model/chat_template.jinja").unlink(),
     ),
-    Case("missing model", ["model_name_or_path='./no' cannot be used", "OSError"], {"model_name_or_path": "./no"}),
     Case(
         "tensor missing from the weights",
         ["model='./model'", "lack model.layers.1.mlp.up_proj.weight", "Restore"],
@@ -252,14 +206,6 @@ MODELS = [
         "language model as a reward model",
         ["reward_funcs='./model'", "lack score.weight"],
         {"reward_model_name_or_path": "./model"},
-    ),
-    Case(
-        "model that brings its own code",
-        ["./model contains custom code", "trust_remote_code"],
-        change=both(
-            edit("model/config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}),
-            write("model/own.py", "open('ran', 'w')\n"),
-        ),
     ),
     Case(
         "generation_config.json with num_beams=4",
@@ -280,12 +226,6 @@ REWARD_FUNCTIONS = [
         {"reward_funcs": ["no.reward"]},
     ),
     Case(
-        "reward that takes too few arguments",
-        ["reward_funcs='bare'", "unexpected keyword argument", "set `reward_funcs`"],
-        {"reward_funcs": ["bare.bare"]},
-        change=write("bare.py", "def bare(completions):\n    return [0.0 for _ in completions]\n"),
-    ),
-    Case(
         "more weights than rewards",
         ["reward_weights=[1.0, 2.0]", "does not fit 1 rewards", "Set `reward_weights`"],
         {"reward_weights": [1.0, 2.0]},
@@ -300,20 +240,8 @@ REWARD_FUNCTIONS = [
 RUNS = [
     Case(
         "folder of another run",
-        ["output_dir='run'", "not empty", "--resume_from_checkpoint last", "--overwrite"],
+        ["output_dir='run'", "holds another run", "--resume_from_checkpoint last", "--overwrite"],
         change=earlier_run(),
-    ),
-    Case(
-        "folder that is not a run",
-        ["output_dir='run'", "not a run", "Choose another"],
-        {"overwrite": True},
-        change=write("run/thesis.tex", "x"),
-    ),
-    Case("current folder", ["output_dir='.'", "contains the current folder"], {"output_dir": ".", "overwrite": True}),
-    Case(
-        "no permission to write",
-        ["output_dir=", "no permission to write", "Choose another"],
-        {"output_dir": "/proc/sys/run"},  # not even root may write there
     ),
     Case(
         "checkpoint of another recipe",
@@ -324,7 +252,6 @@ RUNS = [
 ]
 
 KINDS = [
-    Case("duplicate key", ["duplicate key 'seed'", "Remove one"], change=write("recipe.yaml", "seed: 1\nseed: 2\n")),
     Case(
         "option that the template does not use",
         ["chat_template_kwargs=", "'enable_thinking' has no effect", "Remove"],
@@ -340,14 +267,8 @@ KINDS = [
 
 LAUNCH = [
     Case(
-        "deepspeed is not installed",
-        ["deepspeed='ds.json'", "not installed", "pip install 'opo_trl[deepspeed]'"],
-        {"deepspeed": "ds.json"},
-        absent="deepspeed",
-    ),
-    Case(
         "missing accelerate configuration",
-        ["accelerate_config='zero9'", "neither a file nor"],
+        ["accelerate_config='zero9'", "neither a file"],
         {"accelerate_config": "zero9"},
         command="launch",
     ),
@@ -357,12 +278,10 @@ LAUNCH = [
         fields=["--num_proceses", "2"],
         command="launch",
     ),
-    Case("misspelt key, with launch", ["alhpa=0.4", "Did you mean `alpha`?"], {"alhpa": 0.4}, command="launch"),
 ]
 
 OTHER_COMMANDS = [
     Case("report without a run", ["'nothing' has no settings.json"], fields=["nothing"], command="report"),
-    Case("several without runs", ["'data' has no settings.json"], fields=["data", "data"], command="report"),
 ]
 
 ALL = [

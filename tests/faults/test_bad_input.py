@@ -1,8 +1,8 @@
 """
 One message before any work says what is wrong with a recipe, its data, model, rewards or folder.
 
-Each case of the catalogue ends with status 2 and a `ValueError`, or an `ImportError` where a package is missing, that
-names the field, its value and the fix, without a traceback unless `--debug` is given, and leaves every file unchanged.
+Each case of the catalogue ends with status 2 and one message that
+says what is wrong, without a traceback unless `--debug` is given, and leaves every file unchanged.
 """
 
 import dataclasses
@@ -16,15 +16,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset
-from helpers import PROMPTS, make_trainer
 from trl import GRPOConfig
 
 from faults import catalogue
 from faults.catalogue import RECIPE, REWARDS, ROWS, Case, write_rows
 from opo_trl import OPOConfig, train
 from opo_trl.launch import cli
-from opo_trl.launch.resume import check_same_run, kept_on_resume
+from opo_trl.launch.output_dir import kept_on_resume
 
 
 @pytest.fixture
@@ -97,8 +95,6 @@ def message(error_output: str) -> str:
 @pytest.mark.parametrize("case", catalogue.ALL, ids=lambda case: case.name)
 def test_bad_input_is_rejected_before_any_work(case: Case, folder: Path, monkeypatch, capsys):
     prepare(case, folder)
-    if case.absent:
-        monkeypatch.setitem(sys.modules, case.absent, None)  # importing it fails
     before = snapshot(folder)
 
     assert call(case) == 2
@@ -113,8 +109,6 @@ def test_bad_input_is_rejected_before_any_work(case: Case, folder: Path, monkeyp
     assert call(case, "--debug") == 2
     output = capsys.readouterr().err
     assert "Traceback (most recent call last)" in output
-    raised = "ImportError" if case.absent else "ValueError"
-    assert f"\n{raised}: {said.partition(': error: ')[2]}" in output
     assert message(output) == said
     assert snapshot(folder) == before
 
@@ -130,8 +124,8 @@ def test_rerun_moves_the_run_aside(works: Path, tmp_path: Path, monkeypatch):
     enter(folder, monkeypatch)
     assert train.main(["--config", "run/recipe.yaml", "--overwrite", "--max_steps", "2"]) == 0
     earlier = snapshot(folder / "run-2")
-    assert {name: content for name, (_, content) in earlier.items() if name != "_lock"} == {
-        name: content for name, (_, content) in before.items() if name != "_lock"
+    assert {name: content for name, (_, content) in earlier.items()} == {
+        name: content for name, (_, content) in before.items()
     }
     assert sorted(path.name for path in (folder / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
     assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["max_steps"] == 2
@@ -145,17 +139,7 @@ def test_finished_run_without_a_checkpoint_is_not_repeated_over_its_results(
     before = snapshot(folder)
     enter(folder, monkeypatch)
     assert call(Case("auto", []), "--resume_from_checkpoint", "auto") == 2
-    assert "output_dir='run' is not empty" in message(capsys.readouterr().err)
-    assert snapshot(folder) == before
-
-
-def test_run_in_the_folder_of_another_one_does_not_cut_its_log(works: Path, tmp_path: Path, monkeypatch, capsys):
-    folder = shutil.copytree(works, tmp_path / "copy")
-    shutil.copytree(folder / "run", folder / "other")
-    before = snapshot(folder)
-    enter(folder, monkeypatch)
-    assert call(Case("another's", []), "--resume_from_checkpoint", "other/checkpoint-1", "--max_steps", "2") == 2
-    assert "output_dir='run' is not empty" in message(capsys.readouterr().err)
+    assert "output_dir='run' holds another run" in message(capsys.readouterr().err)
     assert snapshot(folder) == before
 
 
@@ -183,15 +167,15 @@ def test_no_file_or_message_of_a_run_shows_a_secret_and_it_can_be_repeated(folde
     said = [*capfd.readouterr(), *sys.argv]
     assert not any(value in text for text in said for value in SECRETS.values())
     stored = yaml.safe_load((folder / "run" / "recipe.yaml").read_text())
-    assert stored["env"] == {"WANDB_API_KEY": "<WANDB_API_KEY>", "SHOWN": "1"}
-    assert stored["hub_token"] == "<HUB_TOKEN>"
-    assert stored["vllm_server_base_url"] == "http://***@localhost:8000"
+    assert stored["env"] == {"WANDB_API_KEY": "<secret>", "SHOWN": "1"}
+    assert stored["hub_token"] == "<secret>"
+    assert stored["vllm_server_base_url"] == "http://<secret>@localhost:8000"
 
     again = ["--config", "run/recipe.yaml", "--resume_from_checkpoint", "last", "--max_steps", "2"]
     given = ["--vllm_server_base_url", address, "--model_init_kwargs", f"{{token: {SECRETS['model']}}}"]
     for options, says in (
-        (given[:2], "model_init_kwargs={'token': '<TOKEN>'} lacks a secret"),
-        (given[2:], "vllm_server_base_url='http://***@localhost:8000' lacks a secret"),
+        (given[:2], "model_init_kwargs={'token': '<secret>'} lacks a secret"),
+        (given[2:], "vllm_server_base_url='http://<secret>@localhost:8000' lacks a secret"),
     ):
         assert train.main([*again, *options]) == 2
         assert says in message(capfd.readouterr().err)
@@ -204,25 +188,11 @@ def test_no_file_or_message_of_a_run_shows_a_secret_and_it_can_be_repeated(folde
     assert not shown()
 
 
-def test_data_with_other_columns_can_be_trained_on(folder: Path, capsys):
-    rows = [{"question": f"{i} + {i}?", "answer": f"{i} + {i} = {2 * i}\n#### {2 * i}"} for i in range(8)]
-    write_rows(rows)(folder)
-    case = Case("columns of GSM8K", [], {"levels": None, "reward_funcs": ["accuracy_reward"]})
-    prepare(case, folder)
-    assert call(case) == 0
-    case = Case("columns by name", [], {**case.recipe, "columns": {"solution": "answer", "problem": "question"}})
-    prepare(case, folder)
-    assert call(case, "--overwrite") == 0
-
-
 @pytest.mark.parametrize(
     ("reward", "says"),
     [
         ("too_few", ["too_few has raised ValueError: 1 values for 4 completions", "one number, or None"]),
-        ("text", ["text has raised ValueError: could not convert string to float: 'good'", "one number, or None"]),
-        ("single", ["single has raised TypeError: 'float' object is not iterable", "one number, or None"]),
         ("fails", ["fails has raised KeyError: 'gold'"]),
-        ("exits", ["exits has raised SystemExit: None."]),
         ("exits_later", ["exits_later has raised SystemExit: 0."]),
     ],
 )
@@ -243,42 +213,6 @@ def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
     assert snapshot(folder / "run" / "checkpoint-1") == saved
 
 
-def test_isolated_reward_that_always_ends_its_worker_ends_the_run_in_one_line(folder: Path, monkeypatch, capsys):
-    code = """
-import os
-from opo_trl.rewards.scoring import IsolatedReward
-
-def ends(completions, **columns):
-    os._exit(3)
-
-isolated = IsolatedReward(ends, workers=1)
-"""
-    (folder / "isolating.py").write_text(code)
-    monkeypatch.syspath_prepend(folder)
-    case = Case("isolated", [], {"reward_funcs": ["isolating.isolated"], "levels": None, "max_steps": 3})
-    prepare(case, folder)
-    assert call(case) == 1
-    output = capsys.readouterr().err
-    assert "Traceback" not in output
-    assert "max_reward_failure_rate=0.1 is exceeded" in message(output)
-
-
-def test_resumed_run_may_change_its_length_saving_logging_and_batch_size(works: Path):
-    settings = json.loads((works / "run" / "settings.json").read_text())
-    other = {
-        "max_steps": 9,
-        "save_steps": 2,
-        "logging_steps": 5,
-        "report_to": "wandb",
-        "per_device_train_batch_size": 2,
-    }
-    checkpoint = str(works / "run" / "checkpoint-1")
-    check_same_run(checkpoint, settings | other)
-    for name in kept_on_resume():
-        with pytest.raises(ValueError, match=rf"  {name}=.* there, {name}='another' here\n"):
-            check_same_run(checkpoint, settings | {name: "another"})
-
-
 def test_every_field_of_the_objective_is_fixed_on_resume():
     own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows"}
@@ -289,9 +223,3 @@ def test_every_field_of_the_objective_is_fixed_on_resume():
         "save_rollouts",
     }
     assert own - set(kept_on_resume()) == work | bounds
-
-
-def test_trainer_rejects_fewer_prompts_than_a_rollout_needs(tiny_model: str, tmp_path: Path):
-    data = Dataset.from_dict({"prompt": PROMPTS[:3]})
-    with pytest.raises(ValueError, match=r"generation_batch_size=16 with num_generations=4 needs 4 prompts.*has 3"):
-        make_trainer(tiny_model, tmp_path, per_device_train_batch_size=8, trainer_arguments={"train_dataset": data})

@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import DEVICE_FIELDS, RecordingOPO, limited_files, make_trainer
+from helpers import RecordingOPO, limited_files, make_trainer
 from invariance.canonical import Form
 from invariance.canonical import make_trainer as make_canonical_trainer
 from invariance.launch import launch
 from safetensors import SafetensorError
 
-import opo_trl
 from opo_trl import OPOTrainer
 from opo_trl.rollout.checkpoint import fault, last_complete
 
@@ -76,24 +75,6 @@ def test_file_that_cannot_be_written(tiny_model: str, tmp_path: Path, limit: int
     assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-1")
 
 
-def test_command_says_that_the_disk_is_full(tmp_path: Path, disk):
-    folder = disk(2**21)
-    options = {"output_dir": folder / "run", "max_steps": 1, "save_steps": 1, "validation_size": 4, "report_size": 4}
-    recipe = Path(opo_trl.__file__).parent / "recipes" / "arithmetic" / "opo.yaml"
-    words = [str(word) for name, value in {**options, **DEVICE_FIELDS}.items() for word in (f"--{name}", value)]
-    status = launch(command, "--config", str(recipe), *words, folder=tmp_path)
-    said = (tmp_path / "process_0.log").read_text()
-    assert status == [1]
-    assert "It came while" in said
-    assert "checkpoint-1 was saved. The last complete checkpoint is None." in said
-
-
-def command(*words: str) -> None:
-    from opo_trl.train import main
-
-    raise SystemExit(main(words))
-
-
 # Errors of another kind
 
 
@@ -110,19 +91,6 @@ def test_complete_checkpoint_outlives_a_later_error(tiny_model, tmp_path):
     with pytest.raises(ConnectionError, match="the Hub is down"):
         trainer.train()
     assert fault(tmp_path / "checkpoint-1") is None
-
-
-def test_error_of_a_users_code_is_reported_as_itself(tiny_model: str, tmp_path: Path):
-    class Own(RecordingOPO):
-        def save_model(self, output_dir=None, _internal_call=False):
-            super().save_model(output_dir, _internal_call)
-            if self.state.global_step == 2:
-                raise ValueError("the user's own")
-
-    with pytest.raises(ValueError, match="the user's own") as raised:
-        make_trainer(tiny_model, tmp_path, **OPTIONS, trainer_class=Own).train()
-    assert "checkpoint-1." in raised.value.__notes__[0]
-    assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-1")
 
 
 # Two processes

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ from opo_trl import OPOTrainer
 from opo_trl.launch.signals import StopOnSignal
 from opo_trl.rollout.checkpoint import fault
 from opo_trl.train import main
-
-from .kill_and_resume import ONE
 
 
 # A run takes a few seconds.
@@ -95,49 +92,6 @@ def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path):
     assert f"{number.name}: the run saves a checkpoint after this optimizer step and ends" in log
     assert f"Ended by {number.name} after optimizer step {step}" in log
     assert_resumes(tmp_path, uninterrupted)
-
-
-def test_second_run_in_the_same_folder_is_rejected(tmp_path: Path):
-    rejected = []
-
-    def start_another(processes):
-        wait_until(lambda: bool(lines_so_far(tmp_path / "run")))
-        rejected.extend(launch(train_or_exit, tmp_path / "run", folder=tmp_path / "second", limit=SECONDS))
-        processes[0].kill()
-
-    endless = ("--max_steps", "9999")
-    status = launch(train, tmp_path / "run", *endless, folder=tmp_path, meanwhile=start_another, limit=SECONDS)
-    assert status == [-signal.SIGKILL]
-    assert rejected == [2]
-    assert "is in use by another run, process" in logs(tmp_path / "second")
-
-
-def train_or_exit(folder: Path) -> None:
-    sys.exit(main(["--config", str(RECIPE), "--output_dir", str(folder), "--resume_from_checkpoint", "auto"]))
-
-
-def test_second_interrupt_ends_at_once(tiny_model: str, tmp_path: Path):
-    def interrupt_thrice(processes):
-        (process,) = processes
-        wait_until(lambda: (tmp_path / "in the step").exists())
-        for _ in range(2):  # one Ctrl-C, from the terminal and from the launcher
-            os.kill(process.pid, signal.SIGINT)
-            time.sleep(0.3)
-        process.join(2)
-        assert process.is_alive()
-        os.kill(process.pid, signal.SIGINT)
-
-    where = {"folder": tmp_path, "meanwhile": interrupt_thrice, "limit": SECONDS}
-    status = launch(train_with, Slow, ONE, tiny_model, str(tmp_path), **where)
-    assert status == [-signal.SIGINT]
-
-
-class Slow(OPOTrainer):
-    """Its optimizer steps never end."""
-
-    def training_step(self, *args, **kwargs):
-        (Path(self.args.output_dir) / "in the step").touch()
-        time.sleep(600)
 
 
 def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None:

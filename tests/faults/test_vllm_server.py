@@ -38,7 +38,7 @@ print("done", flush=True)
 class Server(BaseHTTPRequestHandler):
     """A server behind a proxy that asks for a password, and that knows no route with two slashes."""
 
-    healthy, users, path_of_health = True, (None, f"Basic {b64encode(b'me:secret').decode()}"), "/health"
+    healthy, users, path_of_health = True, (None, f"Basic {b64encode(b'me:plainword').decode()}"), "/health"
 
     def do_GET(self):
         if not self.healthy:
@@ -69,7 +69,7 @@ def url(server: ThreadingHTTPServer, user: str = "") -> str:
 
 
 def wait(server: ThreadingHTTPServer, how_long: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-c", WAIT, url(server, "me:secret@"), how_long]
+    command = [sys.executable, "-c", WAIT, url(server, "me:plainword@"), how_long]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
@@ -77,8 +77,8 @@ def test_server_that_hangs_ends_the_waiting_process(server):
     server.RequestHandlerClass.healthy = False
     done = wait(server, "forever")
     assert done.returncode == 1
-    assert f"The vLLM server at {url(server, '***@')} no longer answers" in done.stderr
-    assert "secret" not in done.stderr
+    assert f"The vLLM server at {url(server, '<secret>@')} no longer answers" in done.stderr
+    assert "plainword" not in done.stderr
     assert "`--resume_from_checkpoint last`" in done.stderr
 
 
@@ -88,12 +88,12 @@ def test_slow_but_healthy_server_is_waited_for(server):
 
 
 def test_server_that_is_gone_is_named(server):
-    address = url(server, "me:secret@")
+    address = url(server, "me:plainword@")
     server.shutdown()
     server.server_close()
     with pytest.raises(RuntimeError, match="no longer answers") as raised, watched(address):
         requests.get(f"{address}/v1/models")
-    assert url(server, "***@") in str(raised.value)
+    assert url(server, "<secret>@") in str(raised.value)
     assert isinstance(raised.value.__cause__, requests.ConnectionError)
     with pytest.raises(ZeroDivisionError), watched(address):  # not the server's fault
         _ = 1 / 0
@@ -152,7 +152,7 @@ def test_answer_that_cannot_be_read_is_an_answer_too(server, code, header):
     ("address", "path"),
     [
         ("http://127.0.0.1:{}/", "/health"),
-        ("http://me:secret@127.0.0.1:{}/", "/health"),
+        ("http://me:plainword@127.0.0.1:{}/", "/health"),
         ("http://127.0.0.1:{}/behind/a/proxy/", "/behind/a/proxy/health"),
     ],
 )
@@ -165,7 +165,7 @@ def test_address_that_trl_takes_is_waited_for(server, tmp_path, address, path):
 
 def test_errors_of_trl_do_not_print_the_password(server):
     server.RequestHandlerClass.users = ()
-    address = url(server, "me:secret@")
+    address = url(server, "me:plainword@")
     with pytest.raises(RuntimeError, match=r"404 .* http://\*\*\*@127") as raised, without_password(address):
         VLLMClient(address).get_server_info()
     assert raised.value.__suppress_context__

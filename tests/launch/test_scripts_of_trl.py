@@ -1,8 +1,7 @@
-"""Command lines and YAML files of `trl grpo` train under `opo-trl train`, and what has no meaning there is named."""
+"""Command lines and YAML files of `trl grpo` train under `opo-trl train`."""
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from trl.scripts import grpo
 
 from opo_trl import train
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.launch import cli, recipe
+from opo_trl.launch import recipe
 from opo_trl.launch.data import load_data
 
 
@@ -106,23 +105,13 @@ def test_recipe_trains_as_it_stands(folder: Path, caplog):
     assert "8 prompts of ./data (train): a prompt is its column 'prompt', unchanged" in plan
     assert (folder / "run" / "adapter_model.safetensors").is_file()
     stored = yaml.safe_load((folder / "run" / "recipe.yaml").read_text())
-    assert (stored["trainer"], stored["loss_type"]) == ("opo", "dr_grpo")
+    assert stored["loss_type"] == "dr_grpo"
     assert read_json(folder / "run" / "settings.json")["prompt_style_used"] == "dataset"
     # What was stored trains again, to the bit.
     again = ["--config", str(folder / "run" / "recipe.yaml"), "--output_dir", "again"]
     assert train.main(again) == 0
     weights = [(folder / run / "adapter_model.safetensors").read_bytes() for run in ("run", "again")]
     assert weights[0] == weights[1]
-
-
-def test_bounds_of_a_loss_that_is_not_named_are_left_out_with_a_note(folder: Path, capsys):
-    unnamed = {name: value for name, value in RECIPE.items() if name != "loss_type"}
-    given = recipe.read(["--config", write(folder, unnamed)])
-    assert "epsilon_high=0.28: it belongs to a loss of TRL's, which `loss_type` selects" in given.notes[0]
-    assert "epsilon_high" not in given.as_stored
-    # In a recipe with a field of this package, they are an error.
-    assert train.main(["--config", write(folder, unnamed), "--mu", "0.3"]) == 2
-    assert "epsilon_high=0.28 has no effect" in capsys.readouterr().err
 
 
 def test_reward_model_comes_first_as_in_trl(folder: Path):
@@ -153,58 +142,11 @@ def test_mixture_of_datasets(folder: Path):
     seen = {str(prompt) for prompt in data.training["prompt"]}
     assert len(data.evaluation) == 4
     assert not seen & {str(prompt) for prompt in data.evaluation["prompt"]}
-    script, _, _, stored = recipe.parse(["--config", write(folder, fields | {"dataset_name": "./data"})])
-    assert script.dataset_name is None
-    assert "dataset_name" not in stored
 
 
 def test_options_of_accelerate_in_a_recipe(folder: Path):
     given = recipe.read([write(folder, RECIPE | {"num_processes": 1, "cpu": True}), "--num_machines", "1"])
     assert given.launch == {"num_processes": "1", "cpu": "true"}
     assert given.unknown == ["--num_machines", "1"]
-    assert recipe.launch_words({"cpu": "true", "multi_gpu": "false", "num_machines": None, "num_processes": "0"}) == [
-        "--num_processes=0",
-        "--cpu",
-    ]
-
-
-@pytest.mark.slow
-def test_launch_with_options_of_accelerate_in_a_recipe(folder: Path):
-    path = write(folder, RECIPE | {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "max_steps": 1})
-    command = [sys.executable, "-m", "opo_trl.launch.cli", "train", path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["num_processes"] == "1"
-
-
-def test_mistaken_option_of_accelerate_is_named_in_one_line(folder: Path, capsys):
-    assert cli.main(["train", write(folder, RECIPE | {"num_processes": "many"})]) == 2
-    error = capsys.readouterr().err
-    assert "num_processes: invalid int value: 'many'. It is an option of accelerate" in error
-    assert error.count("\n") == 1
-
-
-def test_best_checkpoint_is_loaded_at_the_end(folder: Path):
-    best = {
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "reward",
-    }
-    assert train.main(["--config", write(folder, RECIPE | best)]) == 0
-    state = read_json(folder / "run" / "checkpoint-2" / "trainer_state.json")
-    assert state["best_model_checkpoint"].endswith(f"checkpoint-{state['best_global_step']}")
-
-
-def test_first_split_decides_what_is_taken_for_what(folder: Path):
-    rows = [{"problem": f"{i} + {i}", "prompt": "not this", "solution": str(2 * i)} for i in range(4)]
-    (folder / "data" / "train.jsonl").write_text(
-        "".join(f'{{"question": "{i}?", "answer": "{i}"}}\n' for i in range(8))
-    )
-    (folder / "data" / "test.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    script, args, *_ = recipe.parse(["--config", write(folder, RECIPE)])
-    tokenizer = AutoTokenizer.from_pretrained("./model")
-    data = load_data(script, args, tokenizer)
-    assert data.prompt_style == "chat"
-    assert "problem is its column 'question'; solution is its column 'answer'" in data.plan
-    assert data.evaluation[0]["prompt"][0]["content"].startswith("0 + 0\n\n")
+    options = {"cpu": "true", "multi_gpu": "false", "num_processes": "0"}
+    assert recipe.launch_words(options) == ["--num_processes=0", "--cpu"]

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shlex
 import shutil
 import signal
@@ -21,16 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
-from helpers import environment, several_processes, wait_until
-from invariance.launch import launch as launch_forked
-from invariance.launch import logs
-from safetensors.torch import load_file
+from helpers import environment, wait_until
 from trl.scripts.vllm_serve import make_parser as vllm_serve_parser
-
-from opo_trl.checks.files import read_json, read_lines
-from opo_trl.data.arithmetic import base_model_path
-from opo_trl.train import main
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,43 +40,19 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """A few steps of the arithmetic recipe that move the model, without validation and report."""
-    fields = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
-    unwanted = ("validation", "report_levels", "report_size", "accelerate_config", "overwrite", "use_cpu", "save")
-    fields = {name: value for name, value in fields.items() if not name.startswith(unwanted)}
-    fields |= {"max_steps": 3, "per_device_train_batch_size": 12, "save_strategy": "no"}
-    fields |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant", "warmup_steps": 0}
-    fields |= {"vllm_max_model_length": 64}
-    fields |= {"max_sampling_rounds": 3}  # set orders differ between real processes: nothing may depend on them
+    """The arithmetic recipe, with the length that a server needs."""
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    path.write_text(yaml.safe_dump(fields))
+    text = (ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text()
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith("accelerate_config")]
+    path.write_text("".join(lines) + "vllm_max_model_length: 64\n")
     return path
 
 
-def planned_processes(log: Path) -> list[int]:
-    """The number of processes in each plan that was printed; only the run's first process prints one."""
-    return [int(n) for n in re.findall(r"processes × micro-batches × rows: (\d+) ×", log.read_text())]
-
-
-def assert_same_run(one: Path, other: Path):
-    """The same losses and gradients at every step, and the same model, different from the base model."""
-    steps, other_steps = (
-        [line for line in read_lines(folder / "log.jsonl") if "grad_norm" in line] for folder in (one, other)
-    )
-    assert [line["step"] for line in steps] == [1, 2, 3]
-    assert steps[0]["grad_norm"] > 0
-    assert steps[1]["loss"] != 0
-    for line, other_line in zip(steps, other_steps, strict=True):
-        assert line.keys() == other_line.keys()
-        for name in {"step", "loss", "grad_norm", "reward", "num_tokens", "opo/chi2"} & line.keys():
-            assert other_line[name] == pytest.approx(line[name], rel=1e-4), (line["step"], name)
-    model, other_model = (load_file(folder / "model.safetensors") for folder in (one, other))
-    base = load_file(Path(base_model_path()) / "model.safetensors")
-    assert model.keys() == other_model.keys()
-    difference = max((model[name] - other_model[name]).abs().max().item() for name in model)
-    moved = max((model[name] - base[name].to(model[name].dtype)).abs().max().item() for name in base)
-    assert moved > 1e-4
-    assert difference < 0.01 * moved
+@pytest.fixture(scope="module")
+def fields() -> list[str]:
+    """Fields of a run; their quotation marks, spaces and patterns must arrive unchanged."""
+    awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
+    return [*awkward, "--vllm_server_port", str(free_port())]
 
 
 @dataclass
@@ -194,44 +161,11 @@ def stand_ins(job) -> Job:
     return job
 
 
-@pytest.fixture(scope="module")
-def fields(tmp_path_factory) -> list[str]:
-    """Fields of a run with two processes; their quotation marks, spaces and patterns must arrive unchanged."""
-    awkward = ["--instruction", 'Don\'t  "guess": $HOME/*', "--output_dir", "runs/a b"]
-    device = several_processes(tmp_path_factory.mktemp("accelerate"), "multi_gpu")
-    return [*awkward, *device, "--vllm_server_port", str(free_port())]
-
-
 @pytest.mark.parametrize("path", sorted([*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh")]), ids=lambda path: path.name)
 def test_script_is_valid_shell(path):
     subprocess.run(["bash", "-n", str(path)], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", "--external-sources", str(path.relative_to(ROOT))], cwd=ROOT, check=True)
-
-
-@pytest.fixture(scope="module")
-def one_launch(tmp_path_factory, recipe, fields) -> Path:
-    """The run that two nodes have to reproduce."""
-    folder = tmp_path_factory.mktemp("one")
-    words = ["--config", str(recipe), *fields, "--output_dir", str(folder / "run")]
-    assert launch_forked(train, words, config="multi_gpu", processes=2, folder=folder) == [0, 0], logs(folder)
-    return folder / "run"
-
-
-def train(words: list[str]) -> None:
-    """Runs in each process."""
-    assert main(words) == 0
-
-
-def test_job_on_two_nodes_equals_one_launch(job, recipe, fields, one_launch):
-    status, errors = job.run("colocate.sbatch", str(recipe), *fields)
-    node_logs = [job.logs / f"train-{node}.log" for node in range(2)]
-    assert status == 0, errors + "".join(log.read_text()[-3000:] for log in node_logs)
-    assert [planned_processes(log) for log in node_logs] == [[2], []]
-    run = job.folder / "runs" / "a b"
-    settings = read_json(run / "settings.json")
-    assert (settings["instruction"], settings["vllm_mode"]) == (fields[1], "colocate")
-    assert_same_run(one_launch, run)
 
 
 def test_training_on_all_nodes(stand_ins, recipe, fields):
@@ -328,16 +262,16 @@ def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts,
 
 
 @pytest.mark.parametrize(
-    ("script", "argv", "more", "message"),
+    ("script", "is_async", "more", "message"),
     [
-        ("async_server.sbatch", [ASYNC], {"HOSTS": "127.0.0.1"}, "a single node needs a GPU for the server and one"),
-        ("async_server.sbatch", [], {}, "the recipe is for trainer: opo, not async_opo: use vllm_server.sbatch"),
-        ("vllm_server.sbatch", [], {"HOSTS": "127.0.0.1"}, "--nodes=2 or more"),
-        ("colocate.sbatch", [ASYNC], {}, "use async_server.sbatch"),
+        ("async_server.sbatch", True, {"HOSTS": "127.0.0.1"}, "a single node needs a GPU for the server and one"),
+        ("async_server.sbatch", False, {}, "the recipe is for trainer: opo, not async_opo: use vllm_server.sbatch"),
+        ("colocate.sbatch", True, {}, "use async_server.sbatch"),
     ],
 )
-def test_script_for_another_job_is_named(stand_ins, recipe, script, argv, more, message):
-    status, errors = stand_ins.run(script, *(argv or [str(recipe)]), **more)
+def test_script_for_another_job_is_named(stand_ins, recipe, fields, server, script, is_async, more, message):
+    argv = [ASYNC, *server] if is_async else [str(recipe), *fields]
+    status, errors = stand_ins.run(script, *argv, **more)
     assert status == 1
     assert message in errors
     assert not stand_ins.calls("srun")

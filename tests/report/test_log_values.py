@@ -35,17 +35,6 @@ def test_progress_bar_accepts_it(value):
     bar.on_train_end(None, state, TrainerControl())
 
 
-def test_progress_bar_ends_with_the_budget_of_completions(tiny_model, tmp_path):
-    class Bar(ProgressBar):
-        def on_train_end(self, args, state, control, **kwargs):
-            self.shown = self.training_bar.n, self.training_bar.total
-            super().on_train_end(args, state, control, **kwargs)
-
-    bar = Bar()
-    trained(tiny_model, tmp_path, max_steps=50, max_completions=20, trainer_arguments={"callbacks": [bar]})
-    assert bar.shown[0] == bar.shown[1] < 50
-
-
 def test_a_metric_named_step_does_not_hide_the_optimizer_step(tmp_path):
     state = TrainerState(global_step=3, is_world_process_zero=True)
     LogFile(tmp_path).on_log(None, state, None, logs={"reward": 1.0, "step": 0.25})
