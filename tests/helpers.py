@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -347,13 +348,8 @@ def logged(trainer: Recording) -> list[dict]:
 
 def without_times(entry: dict) -> dict:
     """A log entry without times, and without `train_loss`, the mean over the latest call's steps."""
-    return {
-        name: value
-        for name, value in entry.items()
-        if name not in ("step_time", "train_runtime", "train_loss")
-        and "per_second" not in name
-        and not name.startswith("opo/time/")
-    }
+    times = re.compile(r"step_time|train_runtime|train_loss|opo/time/.*|.*per_second.*")
+    return {name: value for name, value in entry.items() if not times.fullmatch(name)}
 
 
 # The reference

@@ -15,13 +15,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from helpers import USE_CPU
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 
 
 CLASSES = {"trl": (GRPOConfig, GRPOTrainer), "opo": (OPOConfig, OPOTrainer)}
+
+SMALL = {
+    "use_cpu": USE_CPU,
+    "bf16": False,
+    "max_completion_length": 12,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.01,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
 
 # What GRPO's clipped loss logs: OPO does not clip. `loss`, `grad_norm` and, after the first step, `entropy` differ.
 OF_THE_CLIPPED_LOSS = "clip_ratio/"
@@ -125,7 +136,3 @@ def check_logs(of_trl: list[dict[str, Any]], of_opo: list[dict[str, Any]]) -> No
             if one["step"] <= 1 and name.startswith(OF_THE_ROLLOUT):
                 same = one[name] == other[name] or math.isclose(one[name], other[name], rel_tol=1e-6)
                 assert same, (name, one[name], other[name])
-
-
-def moved(before: dict[str, torch.Tensor], model: torch.nn.Module) -> bool:
-    return any(not torch.equal(before[name], value) for name, value in model.state_dict().items())

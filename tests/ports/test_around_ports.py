@@ -1,17 +1,15 @@
 """What GRPO scripts do around training: callbacks, evaluation, checkpoints, subclasses, their own loops."""
 
 import functools
-import re
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from helpers import USE_CPU, logged, snapshot
-from side_by_side import CLASSES, Run, side_by_side
+from helpers import logged, snapshot
+from side_by_side import CLASSES, SMALL, Run, side_by_side
 from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 
@@ -27,20 +25,13 @@ def length(completions, **kwargs) -> list[float]:
 def make(config_class, trainer_class, out: Run, model, *, reward_funcs=length, arguments=None, **options):
     """Two optimizer steps of two micro-batches, each on a rollout of two groups of four."""
     settings = {
+        **SMALL,
         "output_dir": str(out.folder),
-        "use_cpu": USE_CPU,
-        "bf16": False,
-        "max_completion_length": 10,
-        "max_steps": 2,
-        "logging_steps": 1,
-        "learning_rate": 0.01,
-        "report_to": "none",
         "save_strategy": "no",
         "num_generations": 4,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": 2,
-        "disable_tqdm": True,
         **options,
     }
     given = {"train_dataset": PROBLEMS, **(arguments or {})}
@@ -98,43 +89,6 @@ def test_callbacks_see_the_same_events(tiny_model, tmp_path, options):
     assert trl.witness.seen == opo.witness.seen
     assert {"on_step_begin", "on_pre_optimizer_step", "on_step_end"} <= {event for event, *_ in opo.witness.seen}
     assert {"model", "processing_class", "optimizer", "lr_scheduler"} <= opo.witness.seen[-1][2]
-
-
-def test_callbacks_change_the_run_alike(tiny_model, tmp_path):
-    """Learning rate, rewards and their weights, metrics of their own; an evaluation, a checkpoint, and the end."""
-
-    def ordinal(completions, **kwargs):
-        return [float(i) for i, _ in enumerate(completions)]
-
-    def ones(completions, **kwargs):
-        return [1.0] * len(completions)
-
-    def script(config_class, trainer_class, out: Run):
-        class Changes(TrainerCallback):
-            def on_step_end(self, args, state, control, optimizer, **kwargs):
-                trainer._metrics["train"]["own"].append(state.global_step)
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.003
-                if state.global_step == 1:
-                    control.should_evaluate = control.should_save = control.should_log = True
-                    trainer.reward_weights = torch.tensor([0.0, 3.0])
-                    trainer.reward_funcs[1] = ordinal
-                control.should_training_stop = state.global_step == 4
-                return control
-
-        options = {"steps_per_generation": 4, "max_steps": 10, "logging_steps": 5, "reward_funcs": [length, ones]}
-        arguments = {"callbacks": [Changes()], "eval_dataset": FEW}
-        trainer = make(config_class, trainer_class, out, tiny_model, arguments=arguments, **options)
-        trainer.train()
-        return trainer
-
-    for made in side_by_side(script, tmp_path):
-        history = made.trainer.state.log_history
-        assert history[0]["own"] == 1
-        assert made.trainer.optimizer.param_groups[0]["lr"] == 0.003
-        assert next(entry for entry in history if "eval_reward" in entry)["eval_reward"] == 3 * 1.5
-        assert made.trainer.state.global_step == 4
-        assert "checkpoint-1/trainer_state.json" in made.files
 
 
 # Evaluation and checkpoints
@@ -280,54 +234,6 @@ def test_parts_that_a_script_brings(tiny_model, tmp_path):
     for made in (trl, opo):
         assert made.entries[0]["reward"] == 3.5
         assert [entry["learning_rate"] for entry in made.entries] == pytest.approx([0.1, 0.05])
-
-
-# Mistakes
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"arguments": {"train_dataset": DatasetDict(train=PROBLEMS)}},
-        {"arguments": {"train_dataset": None}},
-        {"arguments": {"tokenizer": None}},
-        {"num_generations": 3},
-        {"num_generations": 1},
-        {"generation_batch_size": 8, "steps_per_generation": 2},
-        {"reward_weights": [1.0, 2.0]},
-        {"eval_strategy": "steps", "per_device_eval_batch_size": 3},
-    ],
-    ids=str,
-)
-def test_mistakes_are_reported_as_by_trl(tiny_model, tmp_path, change):
-    """The type of the error is the same; where the message is another, it says more."""
-    errors = []
-    for classes in CLASSES.values():
-        with pytest.raises((TypeError, ValueError, KeyError)) as raised:
-            trained(*classes, Run(tmp_path), tiny_model, **change)
-        errors.append(raised.value)
-    of_trl, of_opo = errors
-    assert type(of_trl) is type(of_opo)
-    same = str(of_trl).replace("GRPO", "OPO") == str(of_opo).replace("GRPO", "OPO")
-    assert same or next(iter(change)) in str(of_opo)
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"temperature": 0}, "positive"),
-        ({"learning_rate": "1e-5"}, "finite number"),
-        ({"generation_kwargs": {"max_new_tokens": 5}}, "Set `max_completion_length` to 5"),
-        ({"epsilon": 0.3}, "Remove `epsilon`"),
-        ({"loss_type": "bnpo"}, "nearest is dapo"),
-        ({"gradient_accumulation_steps": 12}, "needs 12 prompts"),
-    ],
-)
-def test_what_is_rejected_and_not_by_trl(tiny_model, tmp_path, fields, said):
-    """As docs/migrating.md says."""
-    make(GRPOConfig, GRPOTrainer, Run(tmp_path), tiny_model, **fields)
-    with pytest.raises(ValueError, match=re.escape(said)):
-        make(OPOConfig, OPOTrainer, Run(tmp_path), tiny_model, **fields)
 
 
 def test_reward_may_leave_the_policy_in_evaluation_mode(tiny_model, tmp_path):

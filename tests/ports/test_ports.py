@@ -8,7 +8,6 @@ afterwards) at a size that a CPU trains in a second.
 import asyncio
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,28 +15,16 @@ import torch
 import trl
 import yaml
 from datasets import Dataset
-from helpers import USE_CPU, snapshot
+from helpers import snapshot
 from peft import PeftModel
-from side_by_side import Run, moved, side_by_side
+from side_by_side import SMALL, Run, side_by_side
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, TrlParser, get_peft_config
 from trl.rewards import accuracy_reward
 from trl.scripts import grpo as trl_script
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
 
-SMALL = {
-    "use_cpu": USE_CPU,
-    "bf16": False,
-    "max_completion_length": 12,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 0.01,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
 SUMS = [(f"{a} + {b} =", a + b) for a, b in ((1, 1), (2, 5), (9, 3), (4, 4), (7, 6), (8, 2), (3, 0), (5, 5))]
 
 
@@ -184,7 +171,8 @@ def gsm8k(config_class, trainer_class, out: Run, model_name: str):
         model=model, processing_class=tokenizer, reward_funcs=rewards, args=args, train_dataset=Dataset.from_list(rows)
     )
     trainer.train()
-    assert moved(before, model)  # the script's own object is what is trained
+    # The script's own object is what is trained.
+    assert not all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert trainer.model is model
     return trainer
 
@@ -201,93 +189,7 @@ def test_gsm8k(tiny_model, tmp_path, capsys):
     assert all(capsys.readouterr().out.count(f"{question}\n{value}\n") in (0, 2) for question, value in SUMS)
 
 
-# 4. Countdown, by philschmid
-
-
-def equation_reward(completions, target, nums, **kwargs) -> list[float]:
-    assert {type(numbers) for numbers in nums} == {list}
-    return [float(str(wanted) in completion) for completion, wanted in zip(completions, target, strict=True)]
-
-
-def begins_reward(completions, target, **kwargs) -> list[float]:
-    return [float(completion[:1].isalpha()) for completion in completions]
-
-
-def countdown(config_class, trainer_class, out: Run, model: str):
-    @dataclass
-    class Arguments:
-        """The script's own, next to TRL's."""
-
-        dataset_id_or_path: str = "countdown"
-        tokenizer_name_or_path: str | None = None
-
-    parser = TrlParser((ModelConfig, Arguments, config_class))
-    recipe = {
-        **SMALL,
-        "model_name_or_path": model,
-        "dtype": "float32",
-        "use_peft": True,
-        "output_dir": str(out.folder),
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "lr_scheduler_type": "cosine",
-        "per_device_train_batch_size": 2,
-        "num_generations": 2,
-        "beta": 0.001,
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
-    path = out.folder.parent / "recipe.yaml"
-    del recipe["learning_rate"]
-    path.write_text(yaml.safe_dump(recipe) + "learning_rate: 1e-2\n")  # text to YAML, which the parser converts
-    model_args, script_args, training_args = parser.parse_args_and_config(["--config", str(path)])
-    assert training_args.learning_rate == 0.01
-    tokenizer = AutoTokenizer.from_pretrained(script_args.tokenizer_name_or_path or model_args.model_name_or_path)
-
-    def begun(nums: list[int], target: int) -> dict:
-        messages = [*ask(f"Make {target} of {nums}."), {"role": "assistant", "content": "Let me think.\n<think>"}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
-        return {"prompt": text, "target": target, "nums": nums}
-
-    rows = [begun([1, 2, n], n + 3) for n in range(10)]
-    split = Dataset.from_list(rows).train_test_split(test_size=0.2, seed=0)
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        reward_funcs=out.record(begins_reward, equation_reward),
-        args=training_args,
-        train_dataset=split["train"],
-        eval_dataset=split["test"],
-        peft_config=get_peft_config(model_args),
-    )
-    assert get_last_checkpoint(training_args.output_dir) is None
-    result = trainer.train(resume_from_checkpoint=None)
-    metrics = {**result.metrics, "train_samples": len(split["train"])}
-    trainer.log_metrics("train", metrics)
-    trainer.save_metrics("train", metrics)
-    trainer.save_state()
-    trainer.save_model(training_args.output_dir)
-    trainer.create_model_card({"tags": ["rl", "tutorial"]})
-    return trainer
-
-
-def test_countdown(tiny_model, tmp_path):
-    """Prompts are text that ends within the assistant's turn; the run is resumable, and its metrics are saved."""
-    runs = side_by_side(countdown, tmp_path, tiny_model, learns=False)
-    for made in runs:
-        first = made.given("equation_reward")[0]
-        assert first["prompts"][0].endswith("Let me think.\n<think>")
-        assert all(isinstance(completion, str) for completion in first["completions"])
-        assert "kl" in made.entries[0]
-        assert get_last_checkpoint(str(made.folder)) == str(made.folder / "checkpoint-2")
-        assert {"train_results.json", "all_results.json", "trainer_state.json", "README.md"} <= made.files
-        # Once more, as the script does when it finds a checkpoint: nothing is left, where GRPOTrainer trains a step.
-        again = made.trainer.train(resume_from_checkpoint=get_last_checkpoint(str(made.folder)))
-        assert again.global_step == (2 if made is runs[1] else 3)
-    of_trl, of_opo = ({*json.loads((made.folder / "train_results.json").read_text())} for made in runs)
-    assert of_trl <= of_opo
-
-
-# 5. The reward functions of the documentation
+# 4. The reward functions of the documentation
 
 
 def patterns(config_class, trainer_class, out: Run, model: str):
