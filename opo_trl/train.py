@@ -46,7 +46,7 @@ from .report import run_folder
 from .report.run_report import write_or_say_why
 from .rewards.errors import RewardError
 from .rollout import recorded
-from .rollout.position import check_resumable
+from .rollout.checkpoint import check_resumable
 from .rollout.prompts import check_enough_prompts
 from .trainer import OPOTrainer
 

@@ -14,7 +14,7 @@ A step, in its order:
 4. The loss: the objective's of each sample, and what TRL's options add. It is a plain sum over samples, so that it
    does not depend on how they are split into parts, micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
-6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.position`). A
+6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`). A
    step whose gradient is not finite is skipped (`rollout.skipped_steps`).
 """
 
@@ -50,24 +50,17 @@ from .metrics.step_clock import StepClock
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import check_tools, checked
-from .rollout import checkpoint, padding, position, recorded, reference, shared_prompts
+from .rollout import checkpoint, padding, recorded, reference, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
-from .rollout.prompts import (
-    EpochSampler,
-    PromptStream,
-    check_datasets,
-    check_train_dataset,
-    epochs_of_sampler,
-    permutations,
-)
+from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples, rows_of_steps
 from .rollout.scored import RewardFailures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
-from .rollout.vllm_server import watched, without_password
+from .rollout.vllm_server import watched
 from .trl import MULTIMODAL_KEYS, check, check_replaced, temporarily
 
 
@@ -108,9 +101,8 @@ class OPOTrainer(GRPOTrainer):
 
     Raises:
         `TypeError`: `args` is a configuration of another trainer, or one of `reward_funcs` is not a reward.
-        `ValueError`: vLLM would have to generate from a quantized base model, the dataset has fewer prompts than a
-            rollout needs, `max_sampling_rounds` is above 1 and the prompts come from a stream, or `max_staleness` is
-            above 0 and the prompts have images.
+        `ValueError`: vLLM would have to generate from a quantized base model, or the dataset has fewer prompts than a
+            rollout needs.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
             completion; isolated ones fail to score more than `max_reward_failure_rate`; an environment fails, or a
             tool raises what is not an `Exception`.
@@ -156,7 +148,6 @@ class OPOTrainer(GRPOTrainer):
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded_samples: recorded.Rows = ()  # of the current rollout
-    _recorded_digest: str | None = None
     _evaluated: list[Tensor] | None = None  # in an evaluation: rewards of each batch
     _padding: padding.Padding | None = None  # on which log-probabilities depend; found before the first
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
@@ -186,11 +177,9 @@ class OPOTrainer(GRPOTrainer):
             if not reward_funcs and recorded.has_rewards(train_dataset):
                 reward_funcs = recorded.recorded_reward
         recorded.check_recordable(args, not_recorded, train_dataset)
-        check_datasets(train_dataset, eval_dataset, environment_factory)
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
-        url = args.vllm_server_base_url
-        with without_password(url), reference.given(model):
+        with reference.given(model):
             super().__init__(
                 model=model,
                 reward_funcs=rewards,
@@ -214,9 +203,9 @@ class OPOTrainer(GRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
             logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
-        check_train_dataset(self)
+        if isinstance(self.train_dataset, Dataset):
+            check_enough_prompts(len(self.train_dataset), args)
         if args.rollouts is not None:
-            self._recorded_digest = recorded.digest(train_dataset)
             self.train_dataset = recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
@@ -312,10 +301,9 @@ class OPOTrainer(GRPOTrainer):
         check_replaced()
         check_trainable(self.model, None if self._has_trained else self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-        if found is not None:
-            position.check_resumable(self, found)
-        self._is_spent = found is not None and position.has_spent_budget(self, Path(found))
-        self._resumed_at = None if found is None else position.place_in_stream(self, Path(found))
+        state = None if found is None else checkpoint.check_resumable(self, found)
+        self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
+        self._resumed_at = None if state is None else checkpoint.place_in_stream(self.args, state)
         self._begin()
         if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
             for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
@@ -357,13 +345,14 @@ class OPOTrainer(GRPOTrainer):
 
     @cached_property
     def _prompt_stream(self) -> PromptStream:
-        """Prompts of dynamic sampling. Made at first use: a subclass's sampler may need what its `__init__` sets."""
-        args, dataset = self.args, cast(Dataset, self.train_dataset)
-        if type(self)._get_train_sampler is OPOTrainer._get_train_sampler:
-            return PromptStream(permutations(len(dataset), seed=args.seed, shuffle=self.shuffle_dataset))
-        of_data_loader, sampler = self._sampler, self._get_train_sampler(dataset)
-        self._sampler = of_data_loader
-        return PromptStream(epochs_of_sampler(sampler, args))
+        """Prompts of dynamic sampling."""
+        if not self._keeps("_get_train_sampler"):
+            raise ValueError(
+                f"max_sampling_rounds={self.args.max_sampling_rounds} has an order of its own, and would not use "
+                "`_get_train_sampler`. Set it to 1, or remove that override."
+            )
+        n_prompts = len(cast(Dataset, self.train_dataset))
+        return PromptStream(n_prompts, seed=self.args.seed, shuffle=self.shuffle_dataset)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
@@ -907,7 +896,7 @@ class OPOTrainer(GRPOTrainer):
     @property
     def rollout_is_used_up(self) -> bool:
         """Whether the next optimizer step needs a new rollout."""
-        return position.needs_rollout(self.args, self._step)
+        return checkpoint.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
@@ -934,25 +923,19 @@ class OPOTrainer(GRPOTrainer):
         with checkpoint.saving(self, trial):
             super()._save_checkpoint(model, trial)
 
-    def _finalize_training(self, *inputs, **named):
-        with temporarily(self.args, save_total_limit=None):
-            return super()._finalize_training(*inputs, **named)
-
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         folder = Path(output_dir)
-        torch.save(position.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
+        torch.save(checkpoint.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
         if self.args.sync_ref_model:
-            position.MovingReference(self).save(folder)
-        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
-        if self.args.should_save:
-            checkpoint.finalize(folder)
+            checkpoint.MovingReference(self).save(folder)
+        self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
     def _load_optimizer_and_scheduler(self, folder: str | None):
         if folder is None or checkpoint.is_foreign(Path(folder)):
             return super()._load_optimizer_and_scheduler(folder)
-        # TRL reads its entropy controller from a file that it writes after the manifest, so a kill can cut it short.
-        # `position.restore` has the same numbers.
+        # TRL reads its entropy controller from a file that it writes last of all, so a kill can cut it short.
+        # `checkpoint.restore` has the same numbers.
         return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
 
     @torch.no_grad()
@@ -960,9 +943,9 @@ class OPOTrainer(GRPOTrainer):
         super()._load_rng_state(folder)
         if folder is None or checkpoint.is_foreign(Path(folder)):
             return
-        position.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
+        checkpoint.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
         if self.args.sync_ref_model:
-            position.MovingReference(self).load(Path(folder))
+            checkpoint.MovingReference(self).load(Path(folder))
 
 
 def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

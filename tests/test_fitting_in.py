@@ -40,7 +40,7 @@ from trl import BEMACallback, LogCompletionsCallback
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.evaluate import evaluate
 from opo_trl.launch.recipe import find_accelerate_config
-from opo_trl.rollout import position
+from opo_trl.rollout import checkpoint
 
 
 PLAIN = Dataset.from_dict({"prompt": PROMPTS})
@@ -326,7 +326,7 @@ def test_images_of_several_sizes(tmp_path):
         )
         # A checkpoint holds text and numbers only; a tracker could not read an image's name.
         assert trainers[-1]._logs["images"]
-        logs = json.loads(position.state_of(trainers[-1])["plain"])["logs"]
+        logs = json.loads(checkpoint.state_of(trainers[-1])["plain"])["logs"]
         assert logs["completion"]
         assert "images" not in logs
         moved = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}

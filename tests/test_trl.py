@@ -73,7 +73,6 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
         "_run_epoch": ("epoch", "epochs_trained", "steps_trained_in_current_epoch"),
         "evaluation_loop": ("dataloader", "metric_key_prefix"),
-        "_finalize_training": (),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
         "_determine_best_metric": ("metrics", "trial"),  # with `save_strategy: best`, whether to save

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
@@ -34,9 +35,7 @@ from ..objective import OPO, Objective, Samples
 from ..objectives import objective_named
 from ..rollout import checkpoint
 from ..rollout.frozen_base import FrozenBase
-from ..rollout.prompts import check_datasets
 from ..rollout.skipped_steps import SkippedSteps
-from ..rollout.vllm_server import without_password
 from ..trainer import OPOTrainer
 from ..trl import check_replaced, temporarily
 from . import attention
@@ -45,7 +44,7 @@ from .targets import MEANS, OWN
 from .worker import OPORolloutWorker, check_logprobs
 
 
-TRAINED = "trained_prompts.json"  # of a checkpoint: groups of which a completion was trained
+TRAINED = "rollout_state_prompts.json"  # of a checkpoint: groups of which a completion was trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +123,11 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
         # TRL's worker, and ours, apply a chat template to every prompt.
         text = rollout_worker is not None and not hasattr(rollout_worker, "_loop_kwargs")
-        check_datasets(train_dataset, None, environment_factory, text=text)
+        if not text and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
+            raise ValueError(
+                "train_dataset has prompts that are text, but asynchronous training applies a chat template. Set each "
+                'to a list of messages, `[{"role": "user", "content": …}]`.'
+            )
         check_models(model, (), args)
         # TRL sets the attention itself, and says so if another one is asked for.
         given: Any = args.model_init_kwargs or {}  # a dict, once parsed
@@ -136,7 +139,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         with (
             attention.in_pytorch(args.device) if plain else nullcontext(),
             temporarily(async_grpo_trainer, AsyncRolloutWorker=OPORolloutWorker),
-            without_password(args.vllm_server_base_url),
         ):
             super().__init__(
                 *(model, reward_funcs, args, train_dataset, processing_class, callbacks, optimizers, peft_config),
@@ -191,8 +193,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         check_trainable(self.model, self.optimizer)
         folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         self._skip(())
-        with without_password(self.args.vllm_server_base_url):
-            return super().train(folder, *args, **kwargs)
+        return super().train(folder, *args, **kwargs)
 
     def _skip(self, trained: Collection[int]) -> None:
         """
@@ -383,17 +384,11 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         with checkpoint.saving(self, trial):
             super()._save_checkpoint(model, trial)
 
-    def _finalize_training(self, *inputs, **named):
-        with temporarily(self.args, save_total_limit=None):
-            return super()._finalize_training(*inputs, **named)
-
     def _save_rng_state(self, output_dir: str):
         super()._save_rng_state(output_dir)
         if self.accelerator.is_main_process:
             (Path(output_dir) / TRAINED).write_text(json.dumps(sorted(self._trained_groups)))
-        self.accelerator.wait_for_everyone()  # the manifest lists the files of all processes
-        if self.args.should_save:
-            checkpoint.finalize(Path(output_dir))
+        self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
     def _load_optimizer_and_scheduler(self, folder: str | None):
         super()._load_optimizer_and_scheduler(folder)  # before the worker is started

@@ -24,19 +24,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from datasets import Dataset
 
-from .prompts import is_chat, not_of_chat
+from .prompts import is_chat
 
 
 logger = logging.getLogger(__name__)
 
 # Column of a dataset of groups: for each completion of a group, what differs from the others.
 RECORDED = "recorded"
-KNOWN = ("completion", "completion_ids", "logprobs", "completion_mask", "temperature", "reward")  # of a completion
 
-_LARGEST = 1e15  # of a reward: squares are summed in float32
+# Columns of a completion, and what they hold.
+KNOWN = {
+    "completion": "text, or one message of the assistant with nothing but `content`",
+    "completion_ids": "token ids, at least one",
+    "logprobs": "for each of the tokens the logarithm of a probability, finite and at most 0",
+    "completion_mask": "for each of the tokens 0 or 1",
+    "temperature": "a number above 0",
+    "reward": "a number, or null if it could not be scored",
+}
+_PROMPT = {"prompt": "text, or messages that each have a `role` and `content`"}
 
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
@@ -52,11 +59,9 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     """
     rows = _rows(source)
     names = [*rows[0]]
-    if unscored := sum(row["reward"] is None for row in rows) if "reward" in names else 0:
-        if unscored == len(rows):
-            fix = "Write numbers, or remove the column, so that `reward_funcs` score the completions"
-            raise ValueError(f"rollouts={source!r} has no reward: `reward` is null in every row. {fix}.")
-        logger.warning(f"rollouts={source!r}: {unscored:,} of its {len(rows):,} completions have no reward.")
+    if "reward" in names and all(row["reward"] is None for row in rows):
+        fix = "Write numbers, or remove the column, so that `reward_funcs` score the completions"
+        raise ValueError(f"rollouts={source!r} has no reward: `reward` is null in every row. {fix}.")
     members: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         members.setdefault(json.dumps([row.get("group"), row["prompt"]], default=str), []).append(row)
@@ -70,35 +75,27 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
             "record more completions of each prompt."
         )
     if dropped := len(rows) - len(groups) * num_generations:
-        logger.warning(
-            f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over after dividing them "
-            f"into groups of num_generations={num_generations}, and are not used."
-        )
+        logger.warning(f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over from groups.")
     further = [name for name in names if name not in ("prompt", "group", *KNOWN)]
     shared = [name for name in further if all(row[name] == group[0][name] for group in groups for row in group)]
     of_completion = [name for name in names if name not in ("prompt", "group", *shared)]
-    try:
-        return Dataset.from_list(
-            [
-                {"prompt": group[0]["prompt"]}
-                | {name: group[0][name] for name in shared}
-                | {RECORDED: [{name: row[name] for name in of_completion} for row in group]}
-                for group in groups
-            ]
-        )
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        fix = "Give each column one type"
-        raise ValueError(f"rollouts={source!r} has values of several types in one column: {error}. {fix}.") from error
+    return Dataset.from_list(
+        [
+            {name: group[0][name] for name in ("prompt", *shared)}
+            | {RECORDED: [{name: row[name] for name in of_completion} for row in group]}
+            for group in groups
+        ]
+    )
 
 
 def text_of(completion: Any) -> str | None:
     """The text of a completion: itself, or that of the assistant's message; `None` for anything else."""
+    if isinstance(completion, list) and len(completion) == 1:
+        completion = completion[0]
     if isinstance(completion, Mapping):
-        completion = [completion]
-    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
-        turn = {name: value for name, value in completion[0].items() if value}
-        completion = turn.get("content") if turn.keys() == {"role", "content"} else None
-        completion = completion if turn.get("role") == "assistant" else None
+        turn = {name: value for name, value in completion.items() if value}
+        is_plain = turn.keys() == {"role", "content"} and turn["role"] == "assistant"
+        completion = turn["content"] if is_plain else None
     return completion if isinstance(completion, str) else None
 
 
@@ -109,51 +106,40 @@ def _rows(source: str) -> list[dict[str, Any]]:
         files = [*map(str, files_of(Path(os.path.expanduser(source))))] or [source]
         parts = {file: [*load_rows(file)] for file in files}
     except ValueError as error:
-        said = str(error).replace("dataset_name=", "rollouts=").replace("`dataset_name`", "`rollouts`")
-        raise ValueError(said) from error
+        raise ValueError(str(error).replace("dataset_name=", "rollouts=")) from error
     names = [*next(iter(row for rows in parts.values() for row in rows), {})]
     written = "completion_ids" if "completion_ids" in names else "completion"
     if missing := [name for name in ("prompt", written) if name not in names]:
         raise ValueError(f"rollouts={source!r} has no column {missing[0]!r}, only {names}. Add it.")
     # Without tokens, it is not known to which they belong; of other masks, what they mean.
-    masks = [name for name in names if name.lower().removesuffix("s").endswith("mask") and name != "completion_mask"]
-    of_tokens = [name for name in ("logprobs", "completion_mask") if name in names and written == "completion"]
-    if taken := [*masks, *of_tokens, *({RECORDED} & {*names})]:
-        fix = "Add `completion_ids`, or remove it" if of_tokens else "Rename it to `completion_mask` if it is one"
+    taken = [name for name in names if name.lower().removesuffix("s").endswith("mask") and name != "completion_mask"]
+    taken += [name for name in ("logprobs", "completion_mask") if name in names and written == "completion"]
+    if taken:
+        fix = "Add `completion_ids`, rename it to `completion_mask` if it is one, or remove it"
         raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
     for file, rows in parts.items():
         for number, row in enumerate(rows, 1):
-            other = f"it has the columns {[*row]}, and the first row {names}. Give all rows the same"
-            if wrong := other if row.keys() ^ {*names} else _wrong(row, written):
-                raise ValueError(f"rollouts={file!r}, row {number}: {wrong}.")
+            for name, form in (_PROMPT | KNOWN).items():
+                if name in row and not _fits(name, row[name], row.get("completion_ids")):
+                    said = f"rollouts={file!r}, row {number}: `{name}` is {row[name]!r:.60}"
+                    raise ValueError(f"{said}. Write {form}.")
     return [row for rows in parts.values() for row in rows]
 
 
-def _wrong(row: Mapping[str, Any], written: str) -> str:
-    """What is wrong with a row, and what to do; nothing if it can be used."""
-    ids, reward = row.get("completion_ids"), row.get("reward")
-    if not (is_chat(row["prompt"]) or (isinstance(row["prompt"], str) and row["prompt"])):
-        said = f"`prompt` has {not_of_chat(row['prompt'])!r:.60}"
-        return f"{said}. Write text, or messages that each have a `role` and `content`"
-    if written == "completion" and text_of(row["completion"]) is None:
-        said = f"`completion` is {str(row['completion'])[:60]!r}"
-        return f"{said}. Write text, or one message of the assistant with nothing but `content`"
-    if written == "completion_ids" and not (_are(int, ids) and ids and min(ids) >= 0):
-        return f"`completion_ids` is {str(ids)[:60]}. Write token ids, integers of at least 0, at least one"
-    for name, fits, said in (
-        ("logprobs", lambda logp: -math.inf < logp <= 1e-3, "the logarithm of a probability, finite and at most 0,"),
-        ("completion_mask", lambda kept: kept in (0, 1), "0 or 1"),
-    ):
-        values = row.get(name)
-        if name in row and not (_are(int | float, values) and len(values) == len(ids) and all(map(fits, values))):
-            return f"`{name}` is {str(values)[:60]}. Write {said} for each of the {len(ids)} tokens"
-    if not (reward is None or (_are(int | float, [reward]) and abs(reward) <= _LARGEST)):
-        said = f"`reward` is {reward!r}. Write a number from −1e15 to 1e15, or null if it could not be scored"
-        return f"{said}. In CSV, all values are text: use JSON lines" if isinstance(reward, str) else said
-    if "temperature" in row and not (_are(int | float, [row["temperature"]]) and 0 < row["temperature"] < math.inf):
-        return f"`temperature` is {row['temperature']!r}. Write a number above 0, or remove the column"
-    return ""
+def _fits(name: str, value: Any, ids: Any) -> bool:
+    """Whether a column of a row, whose `completion_ids` may be absent, has a value that can be used."""
+    if name == "prompt":
+        return is_chat(value) or (isinstance(value, str) and value != "")
+    if name == "completion":
+        return ids is not None or text_of(value) is not None
+    if name in ("reward", "temperature"):
+        return (value is None and name == "reward") or (_is_number(value) and math.isfinite(value))
+    if not (isinstance(value, list) and all(map(_is_number, value)) and len(value) == len(ids) > 0):
+        return False
+    if name == "completion_ids":
+        return all(isinstance(token, int) and token >= 0 for token in value)
+    return all(-math.inf < logp <= 1e-3 if name == "logprobs" else logp in (0, 1) for logp in value)
 
 
-def _are(kind: Any, values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(x, kind) and not isinstance(x, bool) for x in values)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

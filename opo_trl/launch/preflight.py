@@ -17,7 +17,6 @@ from ..data import tokenize_prompts
 from ..data.prompts import shown
 from ..data.rollouts import RECORDED
 from ..rewards.scoring import IsolatedReward
-from ..rollout.prompts import check_columns as check_reserved
 from ..rollout.recorded import as_scored
 
 
@@ -80,11 +79,10 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
 
     `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
     """
-    whose, rename, fix = "the dataset", "`columns: {{{new}: {old}}}`", "Map yours: `columns: {solution: …}`"
+    whose, fix = "the dataset", "Map yours: `columns: {solution: …}`"
     if RECORDED in data.column_names:
-        whose, rename, fix = "the dataset of rollouts", "{new!r} in each row", "Add `solution` or `reward` to each row"
+        whose, fix = "the dataset of rollouts", "Add `solution` or `reward` to each row"
         data = as_scored(data)
-    check_reserved(data, whose, rename=rename)
     columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
         isolated = isinstance(reward, IsolatedReward)

@@ -1,39 +1,46 @@
 """
-The files that exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
+What exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
-Two files mark a complete checkpoint. `manifest.json`, which lists all files so far with their sizes, is written once
-every process has written its part and all of it is on the disk; `trainer_state.json` is what Transformers writes last.
-A checkpoint that a kill cut short lacks one of them. Older checkpoints are deleted only after that.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `OPOTrainer`, and of
+[`saving`] also an `AsyncOPOTrainer`.
 
-Checkpoints of other trainers, and those saved with `save_only_model`, have no manifest. Named by their path, they
+A checkpoint is complete once it has `trainer_state.json`, which Transformers writes last, when every process has
+written its part. Older checkpoints are deleted only after that.
+
+Checkpoints of other trainers, and those saved with `save_only_model`, hold no rollout. Named by their path, they
 resume as in Transformers; they are never chosen automatically.
 """
 
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
-from torch.distributed.checkpoint import CheckpointException
+from accelerate.utils import broadcast_object_list, send_to_device
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..checks.files import free, sync, write_json
-from ..trl import temporarily
+from ..checks.files import free
+from ..config import OPOConfig
+from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
+from .frozen_base import local_part
 
 
 logger = get_logger(__name__)
 
-MANIFEST = "manifest.json"
-FORMAT = 2  # of what a checkpoint holds
+# Fields that cut a rollout, and topics of those that decide what it holds.
+CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+CONTENT = (DATA, SAMPLING, REWARDS, OBJECTIVE)
 
-_NO_ROLLOUT = "it holds no rollout, as another trainer or `save_only_model` saved it; to do without, pass its path"
+FORMAT = 3  # of the state
+
+_NO_ROLLOUT = "it holds no rollout, as another trainer or `save_only_model` saved it"
 
 
 # Writing and reading
@@ -58,35 +65,16 @@ def load_state(folder: Path, process: int) -> dict[str, Any]:
 
 @contextmanager
 def saving(trainer: Any, trial: Any) -> Iterator[None]:
-    """
-    Save a checkpoint within this context: at any moment of it, the folder of the run holds a complete one, if it did
-    before. An error in it gets a note that names the last one.
-    """
+    """Within this context a checkpoint is saved; at any moment the run has a complete one, if it had one before."""
     folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    args = trainer.args
-    try:
-        if args.should_save:
-            _make_way(folder)
-        trainer.accelerator.wait_for_everyone()
-        with temporarily(args, save_total_limit=None):  # older ones are deleted last
-            yield
-        if args.should_save:
-            for path in (folder / TRAINER_STATE_NAME, folder, folder.parent):
-                sync(path)
-            _rotate(folder, args.save_total_limit, trainer.state.best_model_checkpoint)
-    except (Exception, CheckpointException) as error:  # FSDP's is a `BaseException`
-        last = last_complete(str(folder.parent))
-        error.add_note(f"It came while {folder} was saved. The last complete checkpoint is {last}.")
-        raise
-
-
-def finalize(folder: Path) -> None:
-    """Write the manifest of a checkpoint, once every process has written its part."""
-    paths = sorted(folder.rglob("*"))
-    for path in (*paths, folder):
-        sync(path)
-    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.is_file()}
-    write_json(folder / MANIFEST, {"format": FORMAT, "files": sizes})
+    if trainer.args.should_save:
+        _make_way(folder)
+    trainer.accelerator.wait_for_everyone()
+    yield
+    if trainer.args.should_save:
+        for path in _latest_first(folder.parent):
+            if path.name.startswith("_"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _make_way(folder: Path) -> None:
@@ -98,35 +86,21 @@ def _make_way(folder: Path) -> None:
     name, so that none of them is taken for the last checkpoint of this run.
     """
     for path in _latest_first(folder.parent):
-        if _step(path) > _step(folder) and fault(path) is None:
-            aside = free(path.with_name(f"{PREFIX_CHECKPOINT_DIR}-{_step(path)}-replaced"))
+        if _step(path) > _step(folder):
+            aside = free(path.with_name(f"replaced-{PREFIX_CHECKPOINT_DIR}-{_step(path)}"))
             path.rename(aside)
             logger.warning(f"{path} is later than step {_step(folder)}, where the run is now: it is kept as {aside}.")
-    if (folder / TRAINER_STATE_NAME).exists():
+    if fault(folder) is None:
         kept = folder.with_name(f"_{folder.name}")
         shutil.rmtree(kept, ignore_errors=True)
         folder.rename(kept)
     shutil.rmtree(folder, ignore_errors=True)  # files of an earlier attempt
 
 
-def _rotate(newest: Path, limit: int | None, best: str | None) -> None:
-    """
-    Delete the oldest checkpoints until `limit` are left, but neither the newest nor the best one.
-
-    Transformers would go by the clock, and also delete copies that somebody keeps, such as `checkpoint-40-copy`.
-    """
-    kept, found = {newest, Path(best or newest)}, _latest_first(newest.parent)[::-1]
-    replaced = [path for path in found if path.name.startswith("_")]
-    old = [path for path in found if path not in (*kept, *replaced)]
-    surplus = len(old) + len(kept) - max(limit, len(kept)) if limit and limit > 0 else 0
-    for path in (*old[:surplus], *replaced):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def _latest_first(run: Path) -> list[Path]:
     """Checkpoints of a run by their steps; one that is being replaced comes after its replacement."""
     name = re.compile(rf"_?{PREFIX_CHECKPOINT_DIR}-\d+")
-    found = [path for path in run.glob(f"*{PREFIX_CHECKPOINT_DIR}-*") if name.fullmatch(path.name) and path.is_dir()]
+    found = [path for path in run.glob(f"*{PREFIX_CHECKPOINT_DIR}-*") if name.fullmatch(path.name)]
     return sorted(found, key=lambda path: (_step(path), not path.name.startswith("_")), reverse=True)
 
 
@@ -134,32 +108,186 @@ def _step(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
+# The state of a process
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """
+    What this process needs to resume exactly, besides weights, optimizer, schedule and random states: tensors, numbers
+    and text, which `torch.load` reads with `weights_only=True`.
+    """
+    args, logs = trainer.args, trainer._logs
+    rollout, position = divmod(trainer._step, args.micro_steps_per_rollout)
+    replays = args.max_staleness > 0 or position > 0
+    return {
+        "format": FORMAT,
+        "rollout": rollout,
+        "position": position,
+        # Later passes are cut from the samples; this one has been cut.
+        "replay": trainer._replay.state_dict() if args.num_iterations > 1 and replays else {},
+        "buffer": trainer._buffered_inputs if position % args.steps_per_generation else None,
+        "pending_loss": trainer._tr_loss,
+        # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because
+        # `torch.load` would reject it.
+        "plain": json.dumps(
+            {
+                "settings": settings(trainer),
+                "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
+                "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
+                "metrics": trainer._metrics,
+                "logs": {n: logs[n] for n in logs if n != "images"} if trainer.log_completions else {},
+            },
+            default=_plain,
+        ),
+    }
+
+
+def restore(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Resume from a state of [`state_of`]."""
+    args, device = trainer.args, trainer.accelerator.device
+    trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
+    trainer._buffered_inputs = send_to_device(state["buffer"], device)
+    trainer._replay.load_state_dict(send_to_device(state["replay"], device))
+    # The steps since the last log entry count in the next entry, but not in this call's mean loss.
+    trainer._tr_loss = state["pending_loss"].to(args.device)
+    trainer._total_loss_scalar = -trainer._tr_loss.item()
+    plain = json.loads(state["plain"])
+    for name, value in plain["numbers"].items():
+        # Without the controller, the coefficient is a field, which may change at the end of a rollout.
+        if name != "entropy_coef" or args.use_adaptive_entropy:
+            setattr(trainer, name, value)
+    for name, part in _parts(trainer).items():
+        if name in plain["parts"]:
+            part.load_state_dict(plain["parts"][name])
+    for mode, metrics in plain["metrics"].items():
+        trainer._metrics[mode].update(metrics)
+    logs: Any = trainer._logs  # name → values of the latest rollout, or name → column → values
+    for name, kept in plain["logs"].items():
+        if isinstance(kept, dict):
+            for column, values in kept.items():
+                logs[name][column].extend(values)
+        else:
+            logs[name].extend(kept)
+
+
+def _parts(trainer: Any) -> dict[str, Any]:
+    parts = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures}
+    return parts | ({"prompts": trainer._prompt_stream} if trainer.args.max_sampling_rounds > 1 else {})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, deque):
+        return list(value)
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def has_spent_budget(args: OPOConfig, state: Mapping[str, Any]) -> bool:
+    """Whether the state of a checkpoint ends a run that has generated `max_completions`."""
+    generated = json.loads(state["plain"])["numbers"]["completions_generated"]
+    spent = args.max_completions is not None and generated >= args.max_completions
+    return spent and needs_rollout(args, state["position"])
+
+
+def place_in_stream(args: OPOConfig, state: Mapping[str, Any]) -> tuple[int, int]:
+    """Passes over a stream before that of a checkpoint with this state, and micro-steps of that."""
+    begun = json.loads(state["plain"])["numbers"]["_pass"]
+    rollouts = state["rollout"] - begun["rollouts"]
+    return begun["number"], rollouts * args.micro_steps_per_rollout + state["position"]
+
+
+def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
+    """Whether the optimizer step after so many micro-steps needs a new rollout: it may begin inside the last one."""
+    return -micro_steps % args.micro_steps_per_rollout < args.gradient_accumulation_steps
+
+
+# Which run can resume
+
+
+def settings(trainer: Any) -> dict[str, Any]:
+    """Settings that determine the rest of a rollout, as read from JSON."""
+    args, data = trainer.args, trainer.train_dataset
+    kind: Any = type(args)
+    # `loss_type` is another way to set `objective`.
+    content = [name for topic in CONTENT for name in deciding(kind, topic) if name != "loss_type"]
+    found = {
+        "processes": trainer.accelerator.num_processes,
+        **{name: getattr(args, name) for name in (*CUT, *content, "max_staleness", "seed", "use_vllm")},
+        "trainer": trainer._name,
+        "reward_funcs": trainer.reward_func_names,
+        "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
+        "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
+    }
+    return json.loads(json.dumps(found, default=str))
+
+
+def check_resumable(trainer: Any, folder: str) -> dict[str, Any] | None:
+    """
+    Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
+    only if it would make and cut them in the same way. Returns the state, `None` if it has none.
+
+    Raises:
+        `ValueError`: another version saved the checkpoint, or a field differs, which is named.
+    """
+    if is_foreign(Path(folder)):
+        return None
+    args = trainer.args
+    state = load_state(Path(folder), trainer.accelerator.process_index)
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder!r} was saved by another version of opo_trl. Resume it with that version, or set "
+            "`model_name_or_path` to it to start from its weights."
+        )
+    saved, own = json.loads(state["plain"])["settings"], settings(trainer)
+    if state["position"] > 0:
+        how, instead = "in the middle of a rollout", "resume from a checkpoint at the end of a rollout"
+    elif args.max_staleness and state["replay"]:
+        how, instead = "with earlier rollouts, made", "set `max_staleness` to 0"
+    else:
+        return state
+    for name in own:
+        if saved.get(name) != own[name]:
+            there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
+            said = f"{folder!r} was saved {how} with {there}, but this run has {here}"
+            raise ValueError(f"{said}. Set {there}, or {instead}.")
+    return state
+
+
+class MovingReference:
+    """A reference model that follows the policy (`sync_ref_model`): this process's shard of it, or all of it."""
+
+    def __init__(self, trainer: Any):
+        parameters = [*trainer.ref_model.parameters()]
+        self.parts = [local_part(parameter) for parameter in parameters]
+        is_sharded = trainer.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
+        self._writes = is_sharded or trainer.args.should_save
+        self._file = f"reference_{trainer.accelerator.process_index}.pt" if is_sharded else "reference.pt"
+
+    def save(self, folder: Path) -> None:
+        """Write what this process has to write into a checkpoint."""
+        if self._writes:
+            torch.save(self.parts, folder / self._file)
+
+    def load(self, folder: Path) -> None:
+        """Restore the model from a checkpoint."""
+        for part, saved in zip(self.parts, read(folder / self._file), strict=True):
+            part.copy_(saved)
+
+
 # Which checkpoint a run resumes
 
 
 def is_foreign(folder: Path) -> bool:
     """Whether another trainer, or `save_only_model`, saved a checkpoint, which then holds no rollout."""
-    return not (folder / MANIFEST).exists() and not any(folder.glob("rollout_state_*"))
+    return not any(folder.glob("rollout_state_*"))
 
 
 def fault(folder: Path) -> str | None:
     """Why a checkpoint cannot be resumed exactly; `None` if it is complete."""
-    if not folder.is_dir():
-        return "it does not exist"
-    read = {}
-    for name in (TRAINER_STATE_NAME, MANIFEST):
-        try:
-            read[name] = json.loads((folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            if name == MANIFEST and is_foreign(folder):
-                return _NO_ROLLOUT
-            return f"it has no {name}: writing was cut short"
-        except ValueError:
-            return f"its {name} is cut short"
-    sizes = read[MANIFEST]["files"] if read[MANIFEST].get("format") == FORMAT else {}
-    paths = {name: folder / name for name in sizes}
-    short = [name for name, path in paths.items() if not path.is_file() or path.stat().st_size != sizes[name]]
-    return f"its {', '.join(short)} is missing or cut short" if short else None
+    try:
+        json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"it has no complete {TRAINER_STATE_NAME}, which is written last"
+    return _NO_ROLLOUT if is_foreign(folder) else None
 
 
 def last_complete(output_dir: str) -> str | None:
@@ -177,40 +305,25 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
             run in `output_dir`; `"auto"`: the same, but the run starts from the beginning if it has none.
 
     Raises:
-        `ValueError`: the wanted checkpoint is not complete, or there is none; or an earlier version saved it.
+        `ValueError`: the wanted checkpoint is not complete, or there is none.
     """
     if wanted in (None, False, "false", "False"):
         return None
     is_named = wanted not in (True, "true", "True", "last", "auto")
     folders = [Path(str(wanted))] if is_named else _latest_first(Path(output_dir))
     # As the main process sees them: on a network file system, another one may not see the same files yet.
-    for folder, why in broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]:
-        if why is None:
-            _check_version(folder)
-            return str(wanted) if is_named else str(folder)
+    found = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]
+    for folder, why in found:
         if is_named and why == _NO_ROLLOUT:
             logger.warning(
                 f"resume_from_checkpoint={wanted!r} is of another trainer, or of `save_only_model`: it holds no "
-                "rollout. Training resumes with what it holds at its optimizer step, and starts the rest afresh. To "
-                "begin at step 0, set the model (`model_name_or_path`) to this folder."
+                "rollout. Training resumes with what it holds at its optimizer step, and starts the rest afresh."
             )
-            return str(wanted)
-        if is_named:
-            last = last_complete(output_dir)
-            instead = f"Use {last!r}, the last complete one." if last else "Remove `resume_from_checkpoint`."
-            raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {instead}")
+        if why is None or (is_named and why == _NO_ROLLOUT):
+            return str(folder)
         logger.warning(f"{folder} is skipped: {why}.")
     if wanted == "auto":
         return None
-    raise ValueError(
-        f"resume_from_checkpoint={wanted!r}, but output_dir={output_dir!r} holds no complete checkpoint. Remove "
-        "`resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case."
-    )
-
-
-def _check_version(folder: Path) -> None:
-    if json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("format") != FORMAT:
-        raise ValueError(
-            f"{str(folder)!r} was saved by another version of opo_trl. Resume it with that version, or set "
-            "`model_name_or_path` to it to start from its weights."
-        )
+    why = found[0][1] if is_named else f"output_dir={output_dir!r} holds no complete checkpoint"
+    fix = "Remove `resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case"
+    raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {fix}.")

@@ -5,8 +5,8 @@ A group whose rewards are all equal has no advantage: it takes a place in the ba
 such place is offered to new prompts, in at most `max_sampling_rounds` rounds of generation:
 
 1. The first round generates for as many prompts as the rollout has places.
-2. Each further round generates for as many prompts as there are places left, so that no useful group is discarded.
-   If their completions do not divide evenly among the processes, there are a few more; surplus groups go back.
+2. Each further round generates for as many prompts as there are places left. If their completions do not divide
+   evenly among the processes, there are a few more, and surplus groups are dropped.
 3. After the last round, places that are still left keep their zero-variance group.
 
 All processes see the same rewards and make the same decisions.
@@ -14,21 +14,18 @@ All processes see the same rewards and make the same decisions.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from ..trl import MULTIMODAL_KEYS
 from .prompts import PromptStream
-from .rows import completion_tokens, concatenate, exchange_rows, have_spread, layout, take_rows, to_width
+from .rows import completion_tokens, concatenate, exchange_rows, have_spread, take_rows, to_width
 
-
-logger = get_logger(__name__)
 
 Rollout = dict[str, Any]
 
@@ -41,7 +38,6 @@ class DynamicSampling:
     accelerator: Accelerator
     num_generations: int
     max_rounds: int  # of generation for a rollout, at least 1
-    _warned: bool = field(default=False, init=False)
 
     def fill(
         self, generate: Callable[[list[int], bool], Rollout], n_local: int, reward_weights: Tensor
@@ -52,46 +48,33 @@ class DynamicSampling:
         `generate` makes and scores one completion for each of this process's `n_local` prompt indices; its second
         argument is whether this is the first round. Returns the samples of this process, and metrics of the rounds.
         """
-        stream, n_processes = self.stream, self.accelerator.num_processes
+        n_processes = self.accelerator.num_processes
         n_prompts = n_local * n_processes // self.num_generations
         # The completions of a multiple of so many prompts divide evenly among the processes
         multiple = n_processes // math.gcd(n_processes, self.num_generations)
-        rollout = generate(self._local_prompts(stream.draw(n_prompts)), True)
-        if layout(rollout) < 0:
-            images = sorted(rollout.keys() & {*MULTIMODAL_KEYS})
-            raise ValueError(
-                f"max_sampling_rounds above 1 cannot replace {', '.join(images)}: dynamic sampling is for text only. "
-                "Set `max_sampling_rounds` to 1."
-            )
+        rollout = generate(self._local_prompts(n_prompts), True)
+        if rollout.keys() & {*MULTIMODAL_KEYS}:
+            raise ValueError(f"max_sampling_rounds={self.max_rounds} cannot replace samples with images. Set it to 1.")
         places = self._zero_variance(rollout, reward_weights)
         first, rounds = len(places), 1
         while places and rounds < self.max_rounds:
             rounds += 1
-            positions = stream.draw(math.ceil(len(places) / multiple) * multiple)
-            further = generate(self._local_prompts(positions), False)
-            useless = set(self._zero_variance(further, reward_weights))
-            useful = [group for group in range(len(positions)) if group not in useless]
-            used, unused = useful[: len(places)], useful[len(places) :]
-            stream.give_back([positions[group] for group in unused])
+            n_further = math.ceil(len(places) / multiple) * multiple
+            further = generate(self._local_prompts(n_further), False)
+            useless = self._zero_variance(further, reward_weights)
+            used = [group for group in range(n_further) if group not in useless][: len(places)]
             rollout = self._replace(rollout, further, places[: len(used)], used)
             places = places[len(used) :]
-        if places and not self._warned:
-            self._warned = True
-            logger.warning(
-                f"After {rounds} rounds of generation (max_sampling_rounds={self.max_rounds}), {len(places)} of "
-                f"{n_prompts} groups still have zero variance and stay in the rollout. From now on, only "
-                "`dynamic_sampling/frac_without_spread` counts them."
-            )
         return rollout, {
             "rounds": rounds,
             "frac_replaced": (first - len(places)) / n_prompts,
             "frac_without_spread": len(places) / n_prompts,
-            "epoch": stream.epochs_used,
+            "epoch": self.stream.position / self.stream.n_prompts,
         }
 
-    def _local_prompts(self, positions: list[int]) -> list[int]:
-        """This process's prompt indices in a round, each repeated for its completions."""
-        prompts = np.repeat(self.stream.prompts(positions), self.num_generations)
+    def _local_prompts(self, count: int) -> list[int]:
+        """This process's prompt indices in a round of `count` prompts, each repeated for its completions."""
+        prompts = np.repeat(self.stream.draw(count), self.num_generations)
         return np.split(prompts, self.accelerator.num_processes)[self.accelerator.process_index].tolist()
 
     def _zero_variance(self, rollout: Rollout, reward_weights: Tensor) -> list[int]:

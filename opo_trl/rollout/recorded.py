@@ -5,10 +5,7 @@ The trainer's dataset then has one row per group ([`data.rollouts`]). TRL's `rol
 completions in place of new ones, so that all else is as with generation.
 """
 
-import hashlib
-import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +25,6 @@ from ..checks.weights import unsharded
 from ..config import OPOConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
 from .padding import with_positions
-from .prompts import check_columns
 
 
 logger = get_logger(__name__)
@@ -50,32 +46,18 @@ def dataset_for(args: OPOConfig, given: Any, named: Mapping[str, Any]) -> Datase
         said = f"{names[0]} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
         raise ValueError(f"{said}. Remove one of them.")
     if given is None:
-        given = load_rollouts(str(args.rollouts), args.num_generations)
-    elif RECORDED not in (getattr(given, "column_names", None) or ()):
+        return load_rollouts(str(args.rollouts), args.num_generations)
+    if RECORDED not in (getattr(given, "column_names", None) or ()):
         raise ValueError(
             f"train_dataset and rollouts={args.rollouts!r} are both given, but the prompts come with the rollouts. "
             "Remove one of them."
         )
-    elif (size := len(given[0][RECORDED])) != args.num_generations:
-        raise ValueError(f"train_dataset has groups of {size}, but num_generations={args.num_generations}. Set it.")
-    columns = as_scored(given)
-    if images := sorted({"image", "images"} & {*columns.column_names}):
-        raise ValueError(f"rollouts={args.rollouts!r} has a column {images[0]!r}, but only text can be recorded.")
-    check_columns(columns, f"rollouts={args.rollouts!r}", rename="{new!r} in each row")
     return given
 
 
 def as_scored(dataset: Dataset) -> Dataset:
     """One row of a recorded dataset, with the columns that reward functions get."""
     return Dataset.from_list([_of_place(dataset[0], 0)])
-
-
-def digest(dataset: Dataset) -> str:
-    """What tells the content of a recorded dataset from that of another one."""
-    found = hashlib.sha256()
-    for row in dataset:
-        found.update(json.dumps(row, default=str).encode())
-    return found.hexdigest()
 
 
 def has_rewards(dataset: Dataset) -> bool:
@@ -131,64 +113,41 @@ def completed(trainer: Any) -> Dataset:
     The recorded dataset of a trainer, where each completion has its tokens and their log-probabilities.
 
     Raises:
-        `ValueError`: the completions do not fit the run (length, temperature, vocabulary), or it is not known which
-            model wrote them.
+        `ValueError`: the completions are of another temperature or tokenizer, or it is not known which model wrote
+            them.
     """
     args, dataset = trainer.args, trainer.train_dataset
     groups: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
     samples = [row for group in groups for row in group]
-    if is_text := "completion_ids" not in samples[0]:
-        _tokenize(trainer, samples)
-    longest = max(len(row["completion_ids"]) for row in samples)
-    if args.max_completion_length is not None and longest > args.max_completion_length:
-        raise ValueError(
-            f"rollouts={args.rollouts!r} has completions of up to {longest:,} tokens, more than max_completion_length="
-            f"{args.max_completion_length:,}. Set `max_completion_length` to {longest}, or remove the longer ones."
-        )
-    highest, vocabulary = max(max(row["completion_ids"]) for row in samples), len(trainer._tokenizer)
-    vocabulary = max(vocabulary, trainer.model.config.get_text_config().vocab_size)
-    if highest >= vocabulary:
-        raise ValueError(
-            f"rollouts={args.rollouts!r} has the token {highest}, but the model's vocabulary has {vocabulary}: it was "
-            "made with another tokenizer. Remove `completion_ids` and `logprobs`, and keep `completion`."
-        )
-    if not is_text:
-        _check_texts(trainer, samples)
     sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
     if sampled != [f"{args.temperature:g}"]:
         raise ValueError(
             f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled at a "
-            f"temperature of {' and '.join(sampled)}. "
-            + ("Keep those of one temperature." if len(sampled) > 1 else "Set `temperature` to it.")
+            f"temperature of {' and '.join(sampled)}. Keep those of one temperature, and set `temperature` to it."
         )
-    if "logprobs" not in samples[0]:
-        _add_logps(trainer, groups)
-    elif args.rollouts_model is not None:
-        raise ValueError(
-            f"rollouts_model={args.rollouts_model!r} has no effect: {args.rollouts!r} has log-probabilities of its "
-            "own. Remove `rollouts_model`, or their column `logprobs`."
-        )
-    elif not is_text:
+    if "completion_ids" in samples[0]:
+        _check_texts(trainer, samples[:100])
+    else:
+        _tokenize(trainer, samples)
+    if "logprobs" in samples[0]:
         return dataset
+    _add_logps(trainer, groups)
     return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
 
 def _check_texts(trainer: Any, samples: Rows) -> None:
-    """Check of up to about 100 completions that also have their text that most of their tokens say the same."""
-    tokenizer, others = trainer._tokenizer, []
-    known = [(text_of(row.get("completion")), row["completion_ids"]) for row in samples[:: 1 + len(samples) // 100]]
-    for text, ids in known:
-        if text is not None:
-            # A server may have cut a block of thinking, half a letter or special tokens out of the text.
-            said = [text, *(tokenizer.decode(ids, skip_special_tokens=skip) for skip in (True, False))]
-            own, *decoded = ("".join(each.replace("\ufffd", "").split()) for each in said)
-            others += [] if any(own in each for each in decoded) else [(text, ids)]
-    if 2 * len(others) > len(known):
-        text, ids = others[0]
+    """Check of completions that also have their text that the tokens of most say the same."""
+
+    def says(ids: Sequence[int], text: str) -> bool:
+        # A server may have cut a block of thinking, half a letter or special tokens out of the text.
+        own, said = ("".join(each.replace("\ufffd", "").split()) for each in (text, trainer._tokenizer.decode(ids)))
+        return own in said
+
+    known = [(row["completion_ids"], text_of(row.get("completion")) or "") for row in samples]
+    if 2 * sum(says(ids, text) for ids, text in known) < len(known):
         raise ValueError(
-            f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text, "
-            f"such as {tokenizer.decode(ids)[:40]!r} for {text[:40]!r}. If they are of another tokenizer, remove "
-            "`completion_ids` and `logprobs`; if not, remove `completion`."
+            f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text. "
+            "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`."
         )
 
 
@@ -234,9 +193,6 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             found[index] = [row[: len(tokens)].tolist() for row, tokens in zip(logps, ids, strict=True)]
     for index, group in [pair for part in gather_object([found]) for pair in part.items()]:
         for row, logps in zip(groups[index], group, strict=True):
-            if not all(map(math.isfinite, logps)):
-                said = f"rollouts_model={model!r} gives group {index} the log-probabilities {str(logps)[:60]}"
-                raise ValueError(f"{said}, which are not finite. Set it to the model that wrote the completions.")
             row["logprobs"] = logps
 
 
@@ -276,12 +232,6 @@ def check_recordable(args: OPOConfig, named: Mapping[str, Any], dataset: Any) ->
             f"save_rollouts=True cannot record {names[0]}: a row has a prompt, and a completion that this run has "
             "generated, as text. Remove `save_rollouts`."
         )
-    if args.save_rollouts and (taken := {"group", *KNOWN} & columns):
-        name = min(taken)
-        raise ValueError(
-            f"save_rollouts=True would replace the dataset's column {name!r} by that of the completions. Rename it: "
-            f"`dataset.rename_column({name!r}, 'my_{name}')`, or `columns: {{my_{name}: {name}}}` in a recipe."
-        )
 
 
 def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
@@ -320,8 +270,8 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
             folder.rename(aside)
             logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
         else:  # before it was killed, this run may have gone further, in other steps
-            for file in folder.iterdir():
-                if re.fullmatch(r"\d{9,}-\d+\.jsonl", file.name) and int(file.stem.partition("-")[0]) > before:
+            for file in folder.glob("[0-9]*-[0-9]*.jsonl"):
+                if int(file.stem.partition("-")[0]) > before:
                     file.unlink()
     accelerator.wait_for_everyone()
     folder.mkdir(parents=True, exist_ok=True)

@@ -43,26 +43,17 @@ class ReplayBuffer:
         """
         if self.max_staleness:
             assert advantages is not None
-            self._check_entries(rollout)
+            if images := sorted(rollout.keys() & {*MULTIMODAL_KEYS}):
+                said = f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}"
+                raise ValueError(f"{said}. Set `max_staleness` to 0.")
+            if self.rollouts and rollout.keys() != self.rollouts[-1].keys():
+                raise ValueError(f"max_staleness={self.max_staleness} needs the same entries in every rollout.")
             self.useful.append(have_spread(advantages, advantages.isfinite(), self.num_generations).tolist())
         self.rollouts.append(rollout)
 
     def clear(self) -> None:
         """Drop all rollouts."""
         self.load_state_dict({})
-
-    def _check_entries(self, rollout: Rows) -> None:
-        if images := sorted(rollout.keys() & set(MULTIMODAL_KEYS)):
-            raise ValueError(
-                f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}. Set "
-                "`max_staleness` to 0."
-            )
-        other = rollout.keys() ^ self.rollouts[-1].keys() if self.rollouts else ()
-        if other:
-            raise ValueError(
-                f"max_staleness={self.max_staleness} needs the same entries in every rollout, but only some "
-                f"have {', '.join(sorted(other))}. Return them always, or set `max_staleness` to 0."
-            )
 
     def rows_of_pass(self, rollout: int, passed: int) -> Rows:
         """This process's samples in a pass over the `rollout`, of this index in the run, after `passed` passes."""

@@ -30,23 +30,15 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[tuple[torch.Tensor, 
     recorded: list[tuple[torch.Tensor, list[list[int]]]] = []
 
     def calculate(inputs, prompts, completions, completion_ids_list):
-        rewards = _finite(outermost(inputs, prompts, completions, completion_ids_list))
+        rewards = outermost(inputs, prompts, completions, completion_ids_list)
+        if rewards.isinf().any():
+            logger.warning("Infinite rewards count as unscored. Fix the function, or have it return None.")
+            rewards = rewards.masked_fill(rewards.isinf(), torch.nan)
         recorded.append((rewards, completion_ids_list))
         return rewards
 
     with temporarily(trainer, _calculate_rewards=calculate):
         yield recorded
-
-
-def _finite(rewards: torch.Tensor) -> torch.Tensor:
-    """Rewards `[N, number of reward functions]`; infinite ones count as unscored."""
-    infinite = rewards.isinf()
-    if infinite.any():
-        logger.warning(
-            f"Of {len(rewards)} completions, {int(infinite.any(dim=1).sum())} have an infinite reward: they count as "
-            "unscored. Fix the function, or have it return None."
-        )
-    return rewards.masked_fill(infinite, torch.nan)
 
 
 class RewardFailures:
@@ -73,7 +65,7 @@ class RewardFailures:
             raise RewardError(
                 f"max_reward_failure_rate={limit} is exceeded: {self.rate:.1%} of the latest completions could not be "
                 f"scored; of {n_scores} in the last round, {timeouts} by running out of time and {errors} by errors. "
-                "The warnings above say why: fix the reward function, give it more time or memory, or raise the limit."
+                "The warnings above say why."
             )
 
     def take(self) -> dict[str, float]:

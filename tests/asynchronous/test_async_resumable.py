@@ -125,7 +125,7 @@ def test_checkpoint_that_a_kill_cut_short_is_not_resumed(tiny_model, tmp_path):
     resumed.train(resume_from_checkpoint="auto")
     assert [step for step, _ in trained_groups(tmp_path)] == [1, 2, 3, 4, 5]
     (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-5' cannot be resumed: it has no trainer_state\.json"):
+    with pytest.raises(ValueError, match=r"checkpoint-5' cannot be resumed: it has no complete trainer_state\.json"):
         make(tiny_model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 

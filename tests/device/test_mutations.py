@@ -65,14 +65,14 @@ MUTATIONS = {
         (ONE, HOST, "RUNS", "sampler's ratios"),
     ),
     "replay is resumed on the host": Mutation(
-        "rollout/position.py",
+        "rollout/checkpoint.py",
         'send_to_device(state["replay"], device)',
         'state["replay"]',
         "Expected all tensors|replay on {'cpu'}",
         (ONE, RESUMED, "RESUMED", "replay and dropout"),
     ),
     "rest of a rollout is resumed on the host": Mutation(
-        "rollout/position.py",
+        "rollout/checkpoint.py",
         'send_to_device(state["buffer"], device)',
         'state["buffer"]',
         "Expected all tensors|rollout on {'cpu'}",

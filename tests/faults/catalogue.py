@@ -14,9 +14,6 @@ from typing import Any
 from helpers import USE_CPU
 from safetensors.torch import load_file, save_file
 
-from opo_trl.rollout.checkpoint import FORMAT
-from opo_trl.rollout.prompts import RESERVED
-
 
 RECIPE = {
     "output_dir": "run",
@@ -118,13 +115,11 @@ def earlier_run(settings: dict[str, Any] | None = None, **files: bytes) -> Chang
     """A run in `run/` with a checkpoint of its first step, complete except that `files` replace its files."""
 
     def change(folder: Path) -> None:
-        run, content = folder / "run", {"model.safetensors": b"weights", "trainer_state.json": b"{}", **files}
-        listed = {"model.safetensors": len(b"weights")}
+        content = {"model.safetensors": b"weights", "rollout_state_0.pt": b"state", "trainer_state.json": b"{}"}
         write("run/recipe.yaml", "alpha: 0.4\n")(folder)
         write("run/settings.json", json.dumps(settings or {}))(folder)
-        for name, part in content.items():
+        for name, part in {**content, **files}.items():
             write(f"run/checkpoint-1/{name}", part)(folder)
-        (run / "checkpoint-1" / "manifest.json").write_text(json.dumps({"format": FORMAT, "files": listed}))
 
     return change
 
@@ -177,12 +172,6 @@ DATA = [
         "every prompt too long",
         ["max_prompt_length", "all 8 rows", "Change `max_prompt_length`"],
         {"max_prompt_length": 1},
-    ),
-    Case(
-        f"column {RESERVED[0]!r}",
-        [f"the dataset has a column {RESERVED[0]!r}", f"Rename it: `columns: {{my_{RESERVED[0]}: {RESERVED[0]}}}`"],
-        DATASET,
-        change=write_rows([{"prompt": "1 + 1", RESERVED[0]: "x"}] * 8),
     ),
 ]
 

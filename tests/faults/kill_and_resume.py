@@ -27,7 +27,7 @@ from invariance.canonical import Form, make_trainer, weights
 from invariance.launch import launch, logs
 from tiny import save_tiny_model
 
-from opo_trl.rollout import position
+from opo_trl.rollout import checkpoint
 
 
 # Log entries cover three optimizer steps, so some checkpoints lie between them.
@@ -94,7 +94,7 @@ def _count_writes(folder: str, last: int | None) -> list[str]:
 
 def train_without_state(*arguments) -> None:
     """Control: the same with TRL's checkpoints."""
-    position.restore = lambda trainer, state: None
+    checkpoint.restore = lambda trainer, state: None
     train(*arguments)
 
 

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import requests
-from trl.experimental.async_grpo.vllm_client import VLLMClient
-from trl.generation.vllm_client import VLLMClient as SynchronousClient
+from trl.generation.vllm_client import VLLMClient
 
-from opo_trl import OPOConfig
-from opo_trl.rollout.vllm_server import status, watched, without_password
+from opo_trl.rollout.vllm_server import watched
 
 
 ROOT = Path(__file__).parents[2]
@@ -36,15 +34,15 @@ print("done", flush=True)
 
 
 class Server(BaseHTTPRequestHandler):
-    """A server behind a proxy that asks for a password, and that knows no route with two slashes."""
+    """A server behind a proxy that asks for a password."""
 
-    healthy, users, path_of_health = True, (None, f"Basic {b64encode(b'me:plainword').decode()}"), "/health"
+    healthy = True
 
     def do_GET(self):
         if not self.healthy:
             time.sleep(60)
-        known = self.requestline.split()[1] == self.path_of_health
-        self.send_response(200 if known and self.headers["Authorization"] in self.users else 404)
+        known = self.headers["Authorization"] == f"Basic {b64encode(b'me:plainword').decode()}"
+        self.send_response(200 if known else 404)
         self.end_headers()
 
     def log_message(self, *arguments):
@@ -99,75 +97,14 @@ def test_server_that_is_gone_is_named(server):
         _ = 1 / 0
 
 
-@pytest.mark.parametrize(
-    ("code", "location", "body", "said"),
-    [
-        (400, None, "<html>", "Exception: Request failed: 400, <html>"),
-        (200, None, "{}", "KeyError: 'choices'"),
-        (302, "/", "", "TooManyRedir"),
-    ],
-)
-def test_server_that_fails_is_named_with_its_answer(server, code, location, body, said):
+def test_server_that_fails_is_named(server):
     def answer(self):
-        self.send_response(code)
-        self.send_header("Location", location)
+        self.send_response(400)
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(b"<html>")
 
     server.RequestHandlerClass.do_GET = server.RequestHandlerClass.do_POST = answer
-    client = object.__new__(SynchronousClient)  # vLLM need not be installed
+    client = object.__new__(VLLMClient)  # vLLM need not be installed
     client.session, client.base_url, client.model = requests.Session(), url(server), "policy"
-    message = rf"The vLLM server at {url(server)} no longer answers as it should \(last: {said}"
-    with pytest.raises(RuntimeError, match=message), watched(url(server)):
+    with pytest.raises(RuntimeError, match=rf"The vLLM server at {url(server)} no longer"), watched(url(server)):
         client.generate([[1, 2]])
-
-
-@pytest.mark.parametrize(
-    ("code", "header"),
-    [
-        (302, ("Location", "/health")),
-        (302, ("Location", "ftp://\x1b[2J")),
-        (200, ("Transfer-Encoding", "chunked")),
-    ],
-)
-def test_answer_that_cannot_be_read_is_an_answer_too(server, code, header):
-    """An error would end the thread that watches a server, and a process that waits for it would wait forever."""
-
-    def answer(self):
-        self.send_response(code)
-        self.send_header(*header)
-        self.end_headers()
-
-    server.RequestHandlerClass.do_GET = answer
-    said = status(url(server))
-    assert isinstance(said, str)
-    assert said.isprintable()
-    assert said != 200
-
-
-# Addresses
-
-
-@pytest.mark.parametrize(
-    ("address", "path"),
-    [
-        ("http://127.0.0.1:{}/", "/health"),
-        ("http://me:plainword@127.0.0.1:{}/", "/health"),
-        ("http://127.0.0.1:{}/behind/a/proxy/", "/behind/a/proxy/health"),
-    ],
-)
-def test_address_that_trl_takes_is_waited_for(server, tmp_path, address, path):
-    server.RequestHandlerClass.path_of_health = path
-    address = address.format(server.server_port)
-    args = OPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", vllm_server_base_url=address)
-    VLLMClient(args.vllm_server_base_url, 0.0).wait_for_server_ready()
-
-
-def test_errors_of_trl_do_not_print_the_password(server):
-    server.RequestHandlerClass.users = ()
-    address = url(server, "me:plainword@")
-    with pytest.raises(RuntimeError, match=r"404 .* http://\*\*\*@127") as raised, without_password(address):
-        VLLMClient(address).get_server_info()
-    assert raised.value.__suppress_context__
-    with pytest.raises(KeyError), without_password(address):
-        raise KeyError

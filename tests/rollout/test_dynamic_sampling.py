@@ -1,18 +1,16 @@
 """Zero-variance groups are replaced: by the right samples, up to the bound, and no prompt is lost."""
 
-import logging
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from helpers import BACKEND, RecordingOPO, Script, logged, make_trainer
+from helpers import BACKEND, Script, logged, make_trainer
 from invariance.launch import launch, logs
-from transformers import TrainerCallback
 
 from opo_trl import OPOConfig
-from opo_trl.rollout.prompts import PromptStream, permutations
 
 
 G = 4
@@ -34,19 +32,13 @@ class ScriptByPrompt(Script):
         return [reward]
 
 
-def run(model, folder, *, dead, n_prompts=24, train=True, trainer_class=RecordingOPO, **options):
+def run(model, folder, *, dead, train=True, **options):
     """A run of rollouts of 2 prompts × 4 completions; returns the trainer and the script."""
     script = ScriptByPrompt()
     script.dead = frozenset(dead)
-    data = Dataset.from_dict({"prompt": [str(i) for i in range(n_prompts)]})
-    trainer = make_trainer(
-        model,
-        folder,
-        script=script,
-        trainer_class=trainer_class,
-        trainer_arguments={"train_dataset": data},
-        **{"max_sampling_rounds": 4, **options},
-    )
+    data = {"train_dataset": Dataset.from_dict({"prompt": [str(i) for i in range(24)]})}
+    options = {"max_sampling_rounds": 4, **options}
+    trainer = make_trainer(model, folder, script=script, trainer_arguments=data, **options)
     if train:
         trainer.train()
     return trainer, script
@@ -61,14 +53,9 @@ def prompts_of(trainer, rollout) -> list[int]:
 # A rollout
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO])
-def test_zero_variance_groups_are_replaced_and_no_prompt_of_an_epoch_is_lost_or_repeated(
-    tiny_model, tmp_path, trainer_class
-):
+def test_zero_variance_groups_are_replaced_and_no_prompt_of_an_epoch_is_lost_or_repeated(tiny_model, tmp_path):
     dead = {0, 3, 4, 9, 11, 17, 18, 22}
-    trainer, script = run(
-        tiny_model, tmp_path, dead=dead, trainer_class=trainer_class, max_steps=8, max_sampling_rounds=9
-    )
+    trainer, script = run(tiny_model, tmp_path, dead=dead, max_steps=8, max_sampling_rounds=9)
     trained_on = [prompt for rollout in trainer.rollouts for prompt in prompts_of(trainer, rollout)]
     assert len(trained_on) == 8 * 2
     assert Counter(trained_on) == Counter(set(range(24)) - dead)  # an epoch: each of the 16 others once
@@ -78,7 +65,7 @@ def test_zero_variance_groups_are_replaced_and_no_prompt_of_an_epoch_is_lost_or_
 
 def test_replaced_samples_are_those_of_the_further_round(tiny_model, tmp_path):
     plain, _ = run(tiny_model, tmp_path / "1", dead=(), train=False)
-    order = plain._prompt_stream.prompts(list(range(6)))
+    order = plain._prompt_stream.draw(6)
     dead = {order[1], order[2]}  # the second place, and the first prompt offered to it
     trainer, script = run(
         tiny_model, tmp_path / "2", dead=dead, max_steps=1, steps_per_generation=2, num_iterations=2, beta=0.1
@@ -117,7 +104,7 @@ def logps_under(trainer, rollout):
 
 def test_metrics_are_those_of_the_first_round_and_counts_those_of_all(tiny_model, tmp_path):
     plain, _ = run(tiny_model, tmp_path / "1", dead=(), train=False)
-    order = plain._prompt_stream.prompts(list(range(6)))
+    order = plain._prompt_stream.draw(6)
     trainer, _ = run(tiny_model, tmp_path / "2", dead=order[:3], max_steps=2)
     first, second = logged(trainer)
     assert first["reward"] == 1.0  # the first two prompts have zero variance
@@ -131,15 +118,12 @@ def test_metrics_are_those_of_the_first_round_and_counts_those_of_all(tiny_model
     assert first["num_tokens"] < second["num_tokens"]
 
 
-def test_bound_on_the_rounds_is_kept_and_reported(tiny_model, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="opo_trl.rollout.dynamic_sampling"):
-        trainer, script = run(tiny_model, tmp_path, dead=range(24), max_steps=2, max_sampling_rounds=3)
+def test_bound_on_the_rounds_is_kept(tiny_model, tmp_path):
+    trainer, script = run(tiny_model, tmp_path, dead=range(24), max_steps=2, max_sampling_rounds=3)
     assert [len(prompts) for prompts in script.rounds] == [2] * 6
     assert len({prompt for prompts in script.rounds for prompt in prompts}) == 12
     assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 1.0
     assert logged(trainer)[0]["grad_norm"] == 0.0
-    (warning,) = [message for message in caplog.messages if "After 3 rounds" in message]
-    assert "2 of 2 groups" in warning
 
 
 def test_variance_is_that_of_the_valid_completions(tiny_model, tmp_path):
@@ -160,41 +144,9 @@ def test_small_differences_of_large_rewards_are_variance(tiny_model, tmp_path):
     assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.0
 
 
-# Rejected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_sampling_rounds": 0}, r"max_sampling_rounds=0 is not allowed.*at least 1"),
-        ({"max_sampling_rounds": 2, "scale_rewards": "batch"}, r"scale_rewards='batch' cannot be combined with"),
-        (
-            {"max_sampling_rounds": 2, "multi_objective_aggregation": "normalize_then_sum"},
-            r"multi_objective_aggregation='normalize_then_sum' cannot be combined with",
-        ),
-    ],
-)
-def test_incompatible_settings_are_named(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, **options)
-
-
-def test_streaming_dataset_is_rejected(tiny_model, tmp_path):
-    data = Dataset.from_dict({"prompt": ["1", "2"]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="max_sampling_rounds=2 needs a dataset with random access"):
-        make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": data}, max_sampling_rounds=2)
-
-
-def test_weights_changed_in_training_decide_which_groups_have_zero_variance(tiny_model, tmp_path):
-    class WithoutReward(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            trainer.reward_weights = torch.zeros_like(trainer.reward_weights)
-
-    trainer, _ = run(tiny_model, tmp_path, dead=(), train=False, max_steps=2)
-    trainer.add_callback(WithoutReward())
-    trainer.train()
-    left = [entry["dynamic_sampling/frac_without_spread"] for entry in logged(trainer)]
-    assert (left[0], left[-1]) == (0, 1)
+def test_incompatible_settings_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"scale_rewards='batch' cannot be combined with"):
+        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_sampling_rounds=2, scale_rewards="batch")
 
 
 # Several processes
@@ -223,19 +175,13 @@ def odd_processes(model: str, folder: str) -> None:
         rows = zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)
         prompts = [int(trainer.processing_class.decode(ids[mask.bool()])) for ids, mask in rows]
         seen += trainer.accelerator.gather(torch.tensor(prompts, device=trainer.accelerator.device)).tolist()[::3]
-    stream = trainer._prompt_stream
     if trainer.accelerator.is_main_process:
-        torch.save({"seen": seen, "position": stream.position, "returned": stream.returned}, Path(folder) / "seen.pt")
+        (Path(folder) / "seen.json").write_text(json.dumps(seen))
 
 
-def test_no_prompt_is_lost_or_repeated_where_groups_do_not_divide_by_processes(tiny_model, tmp_path):
+def test_groups_that_do_not_divide_by_processes_are_replaced(tiny_model, tmp_path):
     status = launch(odd_processes, tiny_model, str(tmp_path), config="multi_gpu", processes=2, folder=tmp_path)
     assert status == [0, 0], logs(tmp_path)
-    result = torch.load(tmp_path / "seen.pt")
-    seen, alive = result["seen"], {i for i in range(40) if i % 3}
-    assert len(seen) == 24
-    assert set(seen) <= alive
-    assert len(set(seen)) == 24
-    stream = PromptStream(permutations(40, seed=42))
-    drawn = stream.prompts([p for p in range(result["position"]) if p not in result["returned"]])
-    assert sorted(seen) == sorted(prompt for prompt in drawn if prompt in alive)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert len(seen) == len({*seen}) == 24
+    assert {*seen} <= {i for i in range(40) if i % 3}

@@ -8,8 +8,6 @@ gradient from the definition, over what the model wrote.
 import json
 import random
 import re
-import threading
-from collections import Counter
 
 import pytest
 import torch
@@ -28,7 +26,6 @@ from helpers import (
 from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate
-from opo_trl.rewards.scoring import IsolatedReward
 
 
 # Two optimizer steps per pass.
@@ -67,30 +64,10 @@ class Evaluating(TrainerCallback):
         assert evaluate(self.trainer, GAMES.select(range(4)), seed=state.global_step).scored == 4
 
 
-class Locked(Guessing):
-    """A game that cannot be sent to another process."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-
 class Exiting(Guessing):
     """Its tool exits, as code that a model writes may."""
 
     def guess(self, number: int) -> str:
-        """
-        Guess the number.
-
-        Args:
-            number: your guess.
-        """
-        raise SystemExit(0)
-
-
-class ExitingLater(Guessing):
-    """Its tool is asynchronous."""
-
-    async def guess(self, number: int) -> str:
         """
         Guess the number.
 
@@ -107,19 +84,6 @@ def found(completions, **columns) -> list[float]:
 
 def messages(completions, **columns) -> list[float]:
     return [float(len(turns)) for turns in completions]
-
-
-class Differentiated(RecordingOPO):
-    """Records, of each part, the derivative of the loss by the log-probability of every token."""
-
-    derivatives: list
-
-    def _sample_losses(self, inputs, logps, entropies):
-        leaf = logps.detach().requires_grad_()
-        losses, _ = super()._sample_losses(inputs, leaf, entropies.detach())
-        (derivative,) = torch.autograd.grad(losses.sum(), leaf)
-        self.derivatives = [*getattr(self, "derivatives", []), (inputs, derivative)]
-        return super()._sample_losses(inputs, logps, entropies)
 
 
 def playing(player, folder, *, train=True, environment=Guessing, reward_funcs=None, data=GAMES, **options):
@@ -150,9 +114,8 @@ def turns(mask: torch.Tensor) -> int:
 # What fails
 
 
-@pytest.mark.parametrize("environment", [Exiting, ExitingLater])
-def test_model_is_shown_that_a_tool_exits(player, tmp_path, environment):
-    trainer = playing(player, tmp_path, train=False, environment=environment, reward_funcs=[messages])
+def test_model_is_shown_that_a_tool_exits(player, tmp_path):
+    trainer = playing(player, tmp_path, train=False, environment=Exiting, reward_funcs=[messages])
     result = evaluate(trainer, GAMES.select(range(2)))
     assert "SystemExit: 0" in str(result.samples)
 
@@ -164,11 +127,8 @@ def test_model_is_shown_that_a_tool_exits(player, tmp_path, environment):
     "options",
     [
         {},
-        {"max_tokens_per_micro_batch": 120},
-        {"ratio_form": "exact", "beta": 0.1},
+        {"max_tokens_per_micro_batch": 120, "ratio_form": "exact", "beta": 0.1},
         {"mask_truncated_completions": True, "max_completion_length": 23, "reward_funcs": [messages]},
-        {"mask_truncated_completions": True, "max_completion_length": 26},
-        {"max_sampling_rounds": 4, "max_steps": 4},
         {"num_iterations": 2, "max_staleness": 1, "max_steps": 12, "max_sampling_rounds": 3},
     ],
     ids=lambda options: " ".join(options) or "default",
@@ -190,10 +150,7 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
     if options.get("max_sampling_rounds"):
         assert sum(entry.get("dynamic_sampling/frac_replaced", 0) for entry in logged(trainer)) > 0
     if options.get("mask_truncated_completions"):
-        # A call has four tokens, and its result three.
-        cut = ~mask.bool().any(dim=1)
-        assert cut.any() == (options["max_completion_length"] == 23)
-        assert (mask.sum(dim=1) == 25).any() == (not cut.any())  # ended between two messages, and trained
+        assert (~mask.bool().any(dim=1)).any()
     if options.get("max_tokens_per_micro_batch"):  # the tool's tokens take room, too
         parts = [batch for step in trainer.steps for batch in step.batches]
         sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
@@ -201,30 +158,9 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
         assert len(parts) > 2 * len(trainer.steps)
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_advantage_of_a_conversation_reaches_every_token_of_all_its_turns(player, tmp_path, reduction):
-    """The first step is on-policy: the loss has the derivative −μ v* by the log-ratio, times the scale."""
-    options = {"per_device_train_batch_size": 16, "max_steps": 1, "log_ratio_reduction": reduction}
-    trainer = playing(player, tmp_path, trainer_class=Differentiated, **options)
-    lengths = (trainer.rollouts[0].tool_mask * trainer.rollouts[0].completion_mask).sum(dim=1)
-    seen = Counter()
-    for inputs, derivative in trainer.derivatives:
-        own = (inputs["tool_mask"] * inputs["completion_mask"]).bool()
-        for i, row in enumerate(derivative):
-            # One number for the whole conversation; by hand from its target and the number of tokens of the model.
-            by = int(own[i].sum()) if reduction == "mean" else lengths.double().mean().item()
-            expected = -(inputs["opo_mu"][i] * inputs["opo_target"][i]).item() / by
-            torch.testing.assert_close(row[own[i]], torch.full_like(row[own[i]], expected))
-            assert not row[~own[i]].any()
-            seen[turns(own[i].int())] += expected != 0
-    assert seen[3] + seen[4] + seen[5] >= 4
-
-
-@pytest.mark.parametrize("objective", ["opo", "grpo"])
-def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch, objective):
+def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch):
     """In the second step the log-ratios are not 0; there the environment's tokens get other log-probabilities."""
-    options, trainer_class = {"objective": objective}, RecordingOPO
-    parent = trainer_class._get_per_token_logps_and_entropies
+    parent = RecordingOPO._get_per_token_logps_and_entropies
     shifted = []
 
     def unchanged(self, *inputs, **named):  # an override, too, so that prompts are not shared
@@ -239,10 +175,10 @@ def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, t
         shifted.append(int(said.sum()))
         return torch.where(said, 5 * logps - 3.0, logps), *others
 
-    monkeypatch.setattr(trainer_class, "_get_per_token_logps_and_entropies", unchanged)
-    as_is = playing(player, tmp_path / "1", **options)
-    monkeypatch.setattr(trainer_class, "_get_per_token_logps_and_entropies", with_noise)
-    other = playing(player, tmp_path / "2", **options)
+    monkeypatch.setattr(RecordingOPO, "_get_per_token_logps_and_entropies", unchanged)
+    as_is = playing(player, tmp_path / "1", objective="grpo")
+    monkeypatch.setattr(RecordingOPO, "_get_per_token_logps_and_entropies", with_noise)
+    other = playing(player, tmp_path / "2", objective="grpo")
     assert sum(shifted) > 20
     for one, two in zip(as_is.steps, other.steps, strict=True):
         assert all(two.gradient[name].equal(one.gradient[name]) for name in one.gradient)
@@ -265,15 +201,6 @@ def test_environment_alone_gives_the_reward_and_accuracies_count_it(player, tmp_
     assert evaluate(other, held_out).correct == 24
 
 
-def test_isolated_reward_is_not_sent_the_environments(player, tmp_path):
-    reward = IsolatedReward(found, workers=1)
-    trainer = playing(player, tmp_path, train=False, environment=Locked, reward_funcs=[reward])
-    result = evaluate(trainer, GAMES.select(range(12)))
-    assert (reward.errors, reward.timeouts, result.unscorable) == (0, 0, 0)
-    assert 0 < result.correct < 12
-    reward.close()
-
-
 def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path):
     """Not even those that have a generator of their own, which goes on from one conversation to the next."""
     options = {"environment": OwnGenerator, "max_steps": 5}
@@ -287,18 +214,10 @@ def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path)
     assert OwnGenerator.made == 16 + 16 + 4
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_sampling_rounds": 3},
-        {"num_iterations": 3, "max_staleness": 2},
-    ],
-    ids=["one pass", "dynamic sampling", "replay"],
-)
-def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(player, tmp_path, options):
-    options = {"environment": Drawn, "max_steps": 8, "optim": "adamw_torch", "learning_rate": 1e-3, **options}
+def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(player, tmp_path):
+    options = {"environment": Drawn, "max_steps": 8, "optim": "adamw_torch", "learning_rate": 1e-3}
     options |= {"save_strategy": "steps", "save_steps": 1}
+    options |= {"num_iterations": 3, "max_staleness": 2, "max_sampling_rounds": 3}
     whole = playing(player, tmp_path, **options)
     expected = snapshot(whole.model)
     for step in (1, 4):  # in the middle of a rollout and pass, and at the end of one

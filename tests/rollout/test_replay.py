@@ -5,12 +5,10 @@ import itertools
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from helpers import (
-    RecordingOPO,
     Reference,
     Script,
     assert_step_equals,
@@ -40,9 +38,8 @@ def members(step) -> list[tuple[int, int]]:
 # Passes
 
 
-@pytest.mark.parametrize("planned", [True, False])
-def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path, planned):
-    trainer = trained(tiny_model, tmp_path, plan_micro_batches=planned, max_steps=12, **PASSES)
+def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path):
+    trainer = trained(tiny_model, tmp_path, max_steps=12, **PASSES)
     steps = [set(members(step)) for step in trainer.steps]
     passes = [(steps[i], steps[i + 1]) for i in range(0, 12, 2)]
     for number, (first, second) in enumerate(passes):
@@ -50,18 +47,8 @@ def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path, pl
         assert first | second == {(number // 3, row) for row in range(16)}
     assert len({frozenset(first) for first, _ in passes}) == 6
     assert [entry["opo/pass"] for entry in logged(trainer)] == [1, 1, 2, 2, 3, 3] * 2
-
-
-@pytest.mark.parametrize("options", [{}, {"ratio_form": "exact"}, {"log_ratio_reduction": "mean"}, {"beta": 0.1}])
-def test_gradient_of_every_pass_is_the_definition(tiny_model, tmp_path, options):
-    script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, max_steps=7, learning_rate=0.02, **PASSES, **options)
-    reference = Reference(trainer, script)
-    for number, step in enumerate(trainer.steps):
-        assert_step_equals(step, reference.step(number))
     # The behaviour policy stays the one that wrote the rollout.
-    ages = [entry["opo/off_policy_steps"] for entry in logged(trainer)]
-    assert ages == [0, 1, 2, 3, 4, 5, 0]
+    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 2, 3, 4, 5] * 2
 
 
 def test_zero_gradient_samples_are_skipped_before_the_policy_moves_and_only_then(tiny_model, tmp_path):
@@ -86,15 +73,6 @@ def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_mode
     assert [entry["opo/log_ratio/absmax"] for entry in logged(trainer)] == [0, 0]
 
 
-def test_a_completion_that_has_become_very_unlikely_is_clamped_but_not_masked(tiny_model, tmp_path):
-    def make_likely(rollout, trainer):
-        rollout["old_per_token_logps"] = torch.full(rollout["completion_ids"].shape, 40.0)  # 3 tokens or more
-
-    entries = logged(trained(tiny_model, tmp_path, inject=make_likely, max_steps=2, **PASSES))
-    assert entries[1]["opo/frac_clamped"] == 1
-    assert entries[1]["opo/frac_masked"] == 0
-
-
 def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
     assert not trained(tiny_model, tmp_path)._replay.rollouts
     for steps, kept in ((4, 1), (5, 0)):  # the last pass is the steps 5 and 6
@@ -102,15 +80,6 @@ def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
         assert len(trainer._replay.rollouts) == kept
         # Nor what a step has computed for each token.
         assert not any(torch.is_tensor(value) and value.ndim > 1 for value in vars(trainer).values())
-
-
-def test_a_run_that_is_started_again_begins_anew(tiny_model, tmp_path):
-    options = {"max_completions": 16, "max_steps": 50, "max_staleness": 1, **PASSES}
-    trainer = trained(tiny_model, tmp_path, **options)
-    trainer.train()
-    assert trainer.state.global_step == 6
-    assert trainer.completions_generated == 16
-    assert all(entry["opo/off_policy_steps"] == i % 6 for i, entry in enumerate(logged(trainer)))
 
 
 def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_model, tmp_path):
@@ -136,7 +105,9 @@ def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"log_ratio_reduction": "mean"}, {"ratio_form": "exact"}, {"ratio_form": "log"}]
+    "options",
+    [{}, {"log_ratio_reduction": "mean", "ratio_form": "exact", "beta": 0.1}, {"ratio_form": "log"}],
+    ids=str,
 )
 def test_gradient_of_a_replaying_pass_is_the_definition(tiny_model, tmp_path, options):
     script = Script()
@@ -232,10 +203,6 @@ def test_a_pass_draws_whole_useful_groups_in_their_places():
     assert chosen == [{1, 3}, {1, 2}, {2, 3}, {3}]
 
 
-def test_the_first_pass_is_over_the_rollout_itself():
-    assert buffer().rows_of_pass(2, 0)["of"].tolist() == [2] * 8
-
-
 def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tmp_path):
     nan = math.nan
     for advantages, useful in (([1, 1, nan, nan], [False, False]), ([nan, 1, 0, 1], [False, True])):
@@ -256,13 +223,6 @@ def test_all_processes_draw_the_same_groups():
         assert [of for own in together for of in own] == alone
 
 
-def test_groups_of_a_place_are_equally_likely():
-    counts, made = np.zeros(3), buffer()
-    for passed in range(1, 3001):
-        counts[made.rows_of_pass(2, passed)["of"][0]] += 1
-    assert np.abs(counts - 1000).max() < 120  # 1000 ± 26 each
-
-
 def test_draws_depend_on_seed_rollout_and_pass():
     def draw(seed, rollout, passed):
         return tuple(buffer(seed=seed).rows_of_pass(rollout, passed)["of"].tolist())
@@ -270,10 +230,8 @@ def test_draws_depend_on_seed_rollout_and_pass():
     assert len({draw(s, r, p) for s in range(3) for r in range(3) for p in range(1, 4)}) > 9
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO])
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_run_resumes_bitwise_in_the_middle_of_a_pass_and_of_a_buffer(tiny_model, tmp_path, trainer_class, staleness):
-    options = {"max_steps": 15, "max_staleness": staleness, "trainer_class": trainer_class, "optim": "adamw_torch"}
+def test_a_run_resumes_bitwise_in_the_middle_of_a_pass_and_of_a_buffer(tiny_model, tmp_path):
+    options = {"max_steps": 15, "max_staleness": 2, "optim": "adamw_torch"}
     options |= {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-3, **PASSES}
     options |= {"trainer_arguments": {"reward_funcs": even_tokens, "rollout_func": None}}
     whole = trained(tiny_model, tmp_path, **options)
@@ -292,47 +250,12 @@ def test_replay_without_a_second_pass_is_rejected(tiny_model, tmp_path):
         make_trainer(tiny_model, tmp_path, max_staleness=3)
 
 
-def test_replay_of_passes_in_one_optimizer_step_is_rejected(tiny_model, tmp_path):
-    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2}
-    with pytest.raises(ValueError, match=r"max_staleness=1 .*gradient_accumulation_steps=4.*to 2 or less"):
-        make_trainer(tiny_model, tmp_path, max_staleness=1, **options)
-
-
-def test_replay_of_images_is_rejected(tiny_model, tmp_path):
-    arguments = {"train_dataset": Dataset.from_dict({"prompt": ["1"] * 8, "images": [[]] * 8})}
-    with pytest.raises(ValueError, match=r"max_staleness=1 cannot replay samples with images.*`max_staleness` to 0"):
-        make_trainer(tiny_model, tmp_path, max_staleness=1, trainer_arguments=arguments, **PASSES)
+def test_rollouts_that_cannot_be_replayed_are_rejected():
     images = {**rollout(0, 8), "pixel_values": torch.zeros(8, 2), "num_images": [1] * 8}  # an environment's
     with pytest.raises(ValueError, match=r"max_staleness=2 cannot replay samples with num_images, pixel_values"):
         buffer(useful=()).add(images, torch.zeros(8))
-
-
-def test_rollouts_with_other_entries_are_rejected():
-    with pytest.raises(ValueError, match=r"only some have tool_mask. Return them always"):
+    with pytest.raises(ValueError, match="needs the same entries in every rollout"):
         buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
-
-
-def test_a_loaded_state_replaces_the_rollouts():
-    later = buffer()
-    later.load_state_dict(buffer(useful=((1, 0, 1, 1),)).state_dict())
-    assert [rows["of"][0].item() for rows in later.rollouts] == [0]
-    assert list(later.useful) == [[True, False, True, True]]
-
-
-def test_earlier_rollouts_of_another_size_are_not_replayed(tiny_model, tmp_path):
-    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 6, **PASSES}
-    trained(tiny_model, tmp_path, max_staleness=2, **options)
-    last = str(tmp_path / "checkpoint-6")  # the end of a rollout
-    larger = make_trainer(tiny_model, tmp_path, max_staleness=2, **{**options, "steps_per_generation": 8})
-    message = "with earlier rollouts, made with {}, but this run has {}.*`max_staleness` to 0"
-    with pytest.raises(ValueError, match=message.format("steps_per_generation=4", "steps_per_generation=8")):
-        larger.train(resume_from_checkpoint=last)
-    other_groups = make_trainer(tiny_model, tmp_path, max_staleness=2, num_generations=2, **options)
-    with pytest.raises(ValueError, match=message.format("num_generations=4", "num_generations=2")):
-        other_groups.train(resume_from_checkpoint=last)
-    resumed = make_trainer(tiny_model, tmp_path, **{**options, "steps_per_generation": 8})
-    resumed.train(resume_from_checkpoint=last)
-    assert [entry["step"] for entry in logged(resumed)][6:] == [7, 8]
 
 
 # The budget
@@ -378,25 +301,16 @@ class Events(TrainerCallback):
 
 
 @pytest.mark.parametrize(("strategy", "saved"), [("steps", [5, 6]), ("epoch", [4, 6])])
-@pytest.mark.parametrize("end", [{"max_steps": 6}, {"max_steps": -1, "max_completions": 40}])
-def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_path, strategy, saved, end):
+def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_path, strategy, saved):
     # Epochs of two rollouts, of two optimizer steps each.
-    options = {"num_train_epochs": 9, "steps_per_generation": 4, "per_device_eval_batch_size": 4, **end}
+    options = {"num_train_epochs": 9, "steps_per_generation": 4, "per_device_eval_batch_size": 4}
+    options |= {"max_steps": -1, "max_completions": 40}
     options |= {"save_strategy": strategy, "eval_strategy": strategy, "eval_steps": 4, "save_steps": 5}
     arguments = {"eval_dataset": Dataset.from_dict({"prompt": ["1"] * 4}), "callbacks": [events := Events()]}
     trainer = trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
     assert trainer.state.global_step == 6
     assert events.saved == saved
     assert events.evaluated == [4, 6]
-
-
-def test_a_resumed_run_with_a_budget_outlives_its_checkpoint(tiny_model, tmp_path):
-    options = {"num_train_epochs": 9, "max_steps": -1, "save_strategy": "steps"}
-    options |= {"save_steps": 1, "save_total_limit": 1}
-    trained(tiny_model, tmp_path, max_completions=8, **options)  # epochs of four rollouts of 8
-    resumed = make_trainer(tiny_model, tmp_path, max_completions=64, **options)
-    resumed.train(resume_from_checkpoint="last")
-    assert resumed.state.global_step == 8
 
 
 def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, tmp_path):

@@ -1,15 +1,12 @@
 """Rewards as a trainer records them, and completions that isolated ones fail to score."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
-import torch
 from accelerate import Accelerator
 
 from opo_trl.rewards.errors import CountingReward, RewardError
-from opo_trl.rollout.scored import RewardFailures, recorded_rewards
-from opo_trl.trl import temporarily
+from opo_trl.rollout.scored import RewardFailures
 
 
 class Failing(CountingReward):
@@ -40,26 +37,3 @@ def test_resumed_part_ends_the_run_in_the_same_round():
         part = resumed
     with pytest.raises(RewardError, match=r"max_reward_failure_rate=0\.4"):
         part.count([Failing(8, 0)], 8)
-
-
-def test_infinite_rewards_are_recorded_as_unscored():
-    trainer = SimpleNamespace(
-        reward_func_names=["one"], _calculate_rewards=lambda *_: torch.tensor([[1.0], [math.inf], [-math.inf]])
-    )
-    with recorded_rewards(trainer) as recorded:
-        trainer._calculate_rewards([], [], [], [[7]])
-    rewards, completion_ids = recorded[0]
-    assert torch.equal(rewards.isnan(), torch.tensor([[False], [True], [True]]))
-    assert completion_ids == [[7]]
-    assert trainer._calculate_rewards().isinf().any()  # as it was
-
-
-def test_attributes_are_changed_for_a_while():
-    class Holder:
-        kept = "of the class"
-
-    holder = Holder()
-    holder.own = 1
-    with temporarily(holder, kept="changed", own=2):
-        assert (holder.kept, holder.own) == ("changed", 2)
-    assert vars(holder) == {"own": 1}
