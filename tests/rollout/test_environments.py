@@ -13,7 +13,6 @@ import pytest
 import torch
 from guessing import GAMES, TOOL_WROTE, Guessing
 from helpers import (
-    RecordingOPO,
     Reference,
     Script,
     assert_step_equals,
@@ -156,33 +155,6 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
         sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
         assert max(sizes) <= 120
         assert len(parts) > 2 * len(trainer.steps)
-
-
-def test_log_probabilities_of_what_the_environment_said_have_no_effect(player, tmp_path, monkeypatch):
-    """In the second step the log-ratios are not 0; there the environment's tokens get other log-probabilities."""
-    parent = RecordingOPO._get_per_token_logps_and_entropies
-    shifted = []
-
-    def unchanged(self, *inputs, **named):  # an override, too, so that prompts are not shared
-        return parent(self, *inputs, **named)
-
-    def with_noise(self, model, input_ids, attention_mask, logits_to_keep, *more, **named):
-        logps, *others = parent(self, model, input_ids, attention_mask, logits_to_keep, *more, **named)
-        if logps is None or not torch.is_grad_enabled():
-            return logps, *others
-        words = torch.tensor(self.processing_class.convert_tokens_to_ids(["<tool_response>", "higher", "lower"]))
-        said = torch.isin(input_ids[:, -logits_to_keep:], words.to(input_ids.device))
-        shifted.append(int(said.sum()))
-        return torch.where(said, 5 * logps - 3.0, logps), *others
-
-    monkeypatch.setattr(RecordingOPO, "_get_per_token_logps_and_entropies", unchanged)
-    as_is = playing(player, tmp_path / "1", objective="grpo")
-    monkeypatch.setattr(RecordingOPO, "_get_per_token_logps_and_entropies", with_noise)
-    other = playing(player, tmp_path / "2", objective="grpo")
-    assert sum(shifted) > 20
-    for one, two in zip(as_is.steps, other.steps, strict=True):
-        assert all(two.gradient[name].equal(one.gradient[name]) for name in one.gradient)
-        assert one.losses == two.losses
 
 
 # What a run is made of
