@@ -12,11 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # With such small models a second thread costs more than it gains, and far more on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Torch and what imports it follow where they are used: pytest's first process, which runs no test, needs none of them.
 import hypothesis
 import pytest
-import torch
-from guessing import save_player
-from tiny import save_tiny_model
 
 
 # A time limit of an example would fail on a busy machine.
@@ -75,6 +73,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """With `--on-device`, start anew: pretend devices must be there before torch is imported."""
     if not config.getoption("on_device") or "OPO_TRL_ON_DEVICE" in os.environ:
         return
+    import torch
+
     place = {}
     if torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
@@ -107,12 +107,16 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small random Qwen3 and its tokenizer."""
+    from tiny import save_tiny_model
+
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
 def player(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small model that plays the game of `guessing`."""
+    from guessing import save_player
+
     return save_player(tmp_path_factory.mktemp("player"))
 
 
