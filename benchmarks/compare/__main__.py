@@ -71,7 +71,7 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     runs = [*own, *(read_run(job.folder) for job in jobs)]
     _check(runs)
     methods = order(runs, arguments.baseline)
-    print(*write_report(Comparison(methods), arguments.output, command(arguments, fields)), sep="\n")
+    print(write_report(Comparison(methods), arguments.output, command(arguments, fields)))
     return 0
 
 

@@ -54,7 +54,7 @@ CURVES = (
 def draw(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
     """
     Draw every curve that some run has logged into `figures/` in a folder, the same runs always as the same PNG files.
-    Returns name, title, caption and content of each.
+    Returns name, title and caption of each.
     """
     plt.switch_backend("Agg")  # files only: no display is needed
     folder = folder / "figures"
@@ -75,11 +75,11 @@ def _draw(curve: Curve, comparison: Comparison, path: Path) -> dict[str, Any] | 
     if curve.name == "validation":
         axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axis.legend(frameon=False)
-    png = write(figure, path, Software=None)  # otherwise the file names matplotlib's version
+    write(figure, path, Software=None)  # otherwise the file names matplotlib's version
     plt.close(figure)
     smoothed = f"Trailing mean of {WINDOW} entries. " if curve.smoothed else ""
     caption = f"{smoothed}Line: mean over seeds. Band: {'; '.join(dict.fromkeys(bands))}."
-    return {"name": curve.name, "title": curve.title, "caption": caption, "png": png}
+    return {"name": curve.name, "title": curve.title, "caption": caption}
 
 
 def _points(curve: Curve, run: Run) -> Points:

@@ -1,4 +1,4 @@
-"""The report of a comparison: a self-contained HTML file, the same in Markdown, and the figures."""
+"""The report of a comparison, in Markdown, and its figures."""
 
 import math
 import os
@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from opo_trl.checks.files import read_text, write
-from opo_trl.report.pages import render, table
+from opo_trl.report.several import in_markdown
 
 from ..intervals import Interval
 from .curves import CURVES, draw
@@ -19,26 +21,37 @@ NOTHING = "–"
 _HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 
-def write_report(comparison: Comparison, output: Path, command: str) -> list[Path]:
+def write_report(comparison: Comparison, output: Path, command: str) -> Path:
     """
-    Write `report.html`, `report.md` and `figures/`; returns the paths of the first two. `command` makes the same bytes
-    of the same runs: there is no date, no path and no random order.
+    Write `report.md` and `figures/`; returns the path of the former. `command` makes the same bytes of the same runs:
+    there is no date, no path and no random order.
     """
+    templates = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        finalize=lambda value: in_markdown(value) if isinstance(value, str) else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    templates.filters["cell"] = lambda text: text.replace("|", r"\|").replace("\n", " ")
     content = {**describe(comparison), "figures": draw(comparison, output), "command": command}
-    paths = [output / "report.html", output / "report.md"]
-    for path in paths:
-        write(path, render(f"comparison{path.suffix}.j2", content, Path(__file__).parent))
-    return paths
+    write(output / "report.md", templates.get_template("comparison.md.j2").render(content))
+    return output / "report.md"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> dict[str, Any]:
+    """A table, as the template shows it."""
+    return {"head": head, "rows": rows, "title": title}
 
 
 def check_output(output: Path) -> None:
     """A `ValueError` if a report would replace something else than an earlier one, such as that of a run."""
-    for name, heading in (("report.html", "<title>Comparison: "), ("report.md", "# Comparison: ")):
-        if (output / name).exists() and heading not in read_text(output / name):
-            raise ValueError(
-                f"{str(output / name)!r} is not the report of a comparison, and would be replaced. Set `--output` to "
-                "another folder."
-            )
+    if (output / "report.md").exists() and "# Comparison: " not in read_text(output / "report.md"):
+        raise ValueError(
+            f"{str(output / 'report.md')!r} is not the report of a comparison, and would be replaced. Set `--output` "
+            "to another folder."
+        )
     figures = [output / "figures" / f"{curve.name}.png" for curve in CURVES]
     if not (output / "report.md").exists() and (taken := [*filter(os.path.lexists, figures)]):
         raise ValueError(

@@ -49,15 +49,10 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     most_clipped = 0.5 if settings.get("importance_sampling_level") == "sequence" else 0.01
     # What is cut off after the first line is not read.
     most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
-    # TRL then counts groups of equal rewards only where the whole batch has one reward.
-    is_shared = settings.get("scale_rewards") == "batch" or (
-        settings.get("multi_objective_aggregation") == "normalize_then_sum"
-    )
-    groups = "opo/frac_zero_drive" if is_shared else "opo/frac_zero_drive frac_reward_zero_std"
     found = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
-        Diagnostic("groups", groups, "last", high=0.75, wrong=(0, 0.95)),
+        Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
         Diagnostic(
             "truncated", "completions/clipped_ratio", "last", high=most_truncated, wrong=(0, max(most_truncated, 0.5))
         ),

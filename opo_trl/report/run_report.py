@@ -13,39 +13,50 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from ..checks import files
 from ..checks.text import one_line, printable
-from ..methods import BASELINE, DEFAULT, method_of
 from . import run_folder
-from .pages import check_output, render, table
 from .several import compare
 from .verdicts import conclusion, judge, spark
 
 
 REPORT = "report.html"
+_PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    finalize=lambda value: printable(value) if type(value) is str else value,  # what a macro has made is `Markup`
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 def report(folders: Sequence[Path], output: Path | None) -> None:
     """Print the accuracies of a run and the verdicts on it, or compare several; `output` gets the same as a page."""
-    check_output(output, ".md" if folders[1:] else ".html")
-    with run_folder.as_a_run_leaves_it(*folders):
-        content = {} if folders[1:] else describe(folders[0])
-        page = render("report.html.j2", content) if content else compare(folders)
-    if not content:
-        print(page, end="")
+    if folders[1:]:
+        table = compare(folders)
+        print(table, end="")
     else:
-        print(printable(str(folders[0])), *map(printable, content["summary"]))
-        for name, *cells in content["accuracies"]["rows"]:
+        content = describe(folders[0])
+        print(*map(printable, (str(folders[0]), *content["summary"])))
+        for name, *cells in content["accuracies"]:
             print(f"{printable(name)}: {' → '.join(cells)}")
         print(*(verdict.line for verdict in content["verdicts"]), sep="\n")
     if output is not None:
-        files.write(output, page)
+        files.write(output, table if folders[1:] else page(content))
         print(printable(str(output)))
+
+
+def page(content: Mapping[str, Any]) -> str:
+    """The content of a report as HTML. All values are escaped."""
+    return _PAGES.get_template("report.html.j2").render(content)
 
 
 def write_report(folder: Path) -> Path:
     """Write the `report.html` of a run, finished or not, into its folder. A `ValueError` if the folder has no run."""
-    files.write(folder / REPORT, render("report.html.j2", describe(folder)))
+    files.write(folder / REPORT, page(describe(folder)))
     return folder / REPORT
 
 
@@ -61,19 +72,21 @@ def write_or_say_why(folder: Path) -> None:
 
 def describe(folder: Path) -> dict[str, Any]:
     """The content of the report."""
-    if not run_folder.is_run(folder):
-        raise ValueError(
-            f"{str(folder)!r} has no {run_folder.SETTINGS}, so it is not a run of opo-trl. Pass the folder of a run, "
-            "or use `opo-trl diagnose`, which reads any log."
-        )
     log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
     summary = run_folder.read_summary(folder)
+    if not settings:
+        said = "is not a run of opo-trl. `opo-trl diagnose` reads any log."
+        raise ValueError(f"{str(folder)!r} has no {run_folder.SETTINGS}, so it {said}")
     verdicts = judge(log, settings)
-    said = [_method(settings), _progress(log, settings, summary), conclusion(verdicts)]
+    shown = ("objective", "model_name_or_path", "dataset_name", "levels", "seed")
     return {
         "name": folder.resolve().name,
-        "summary": said,
-        "plan": run_folder.read_plan(folder),
+        "summary": [
+            ", ".join(f"{name} {settings[name]}" for name in shown if settings.get(name)) + ".",
+            _progress(log, settings, summary),
+            conclusion(verdicts),
+        ],
+        "plan": files.read_text(folder / run_folder.PLAN),
         "accuracies": _accuracies(summary),
         "verdicts": verdicts,
         "spark": spark,
@@ -81,35 +94,25 @@ def describe(folder: Path) -> dict[str, Any]:
     }
 
 
-def _method(settings: dict[str, Any]) -> str:
-    known, trainer = method_of(settings), settings.get("trainer", DEFAULT)
-    of_trl = f"TRL's loss “{settings.get('loss_type')}”" if trainer == BASELINE else settings.get("objective", trainer)
-    levels = f" ({', '.join(settings['levels'])})" if settings.get("levels") else ""
-    model, data, seed = (settings.get(name) for name in ("model_name_or_path", "dataset_name", "seed"))
-    return f"{known.label if known else of_trl}, model {model}, data {data}{levels}, seed {seed}."
-
-
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
     step = log[-1]["step"] if log else 0
     if "after" in summary:
-        seconds = f" in {summary['train_seconds']:,.0f} seconds" if "train_seconds" in summary else ""
-        return f"Finished: {summary.get('optimizer_steps') or step:,} optimizer steps{seconds}."
+        return f"Finished: {summary['optimizer_steps']:,} optimizer steps in {summary['train_seconds']:,.0f} seconds."
     wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
     return f"Not finished: {step:,}{wanted} optimizer steps."
 
 
-def _accuracies(summary: dict[str, Any]) -> dict[str, Any]:
-    """A table with a row per level and decoding, and one for pass@k with the largest k."""
+def _accuracies(summary: dict[str, Any]) -> list[list[str]]:
+    """Rows of level and decoding, accuracies before and after; and one for pass@k with the largest k."""
     before, after = (run_folder.by_decoding(summary.get(time, {})) for time in ("before", "after"))
     rows = []
     for name, shown in {**after, **before}.items():
         both = [before.get(name), after.get(name)]
         rows.append([name, *map(_interval, both)])
         if shown.get("pass_at"):
-            k = max(shown["pass_at"], key=lambda k: (len(k), k))
-            passed = [(result or {}).get("pass_at") or {} for result in both]
-            rows.append([f"{name}, pass@{k}", *(f"{values[k]:.1%}" if k in values else "–" for values in passed)])
-    return table(["accuracy [95 % interval]", "before", "after"], rows)
+            k = max(shown["pass_at"], key=int)
+            rows.append([f"{name}, pass@{k}", *(f"{each['pass_at'][k]:.1%}" if each else "–" for each in both)])
+    return rows
 
 
 def _interval(accuracy: Mapping[str, Any] | None) -> str:

@@ -6,16 +6,15 @@ seeds have the 95 % t interval of their mean, of one seed the Wilson interval ov
 first method is paired by seed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from ..checks.text import one_line
-from .pages import in_markdown
-from .run_folder import SETTINGS, by_decoding, is_finished, read_settings, read_summary
+from ..checks.text import one_line, printable
+from .run_folder import by_decoding, is_finished, read_settings, read_summary
 
 
 # Where a run is written, how it is shown and how it is launched: not part of the method.
@@ -27,82 +26,63 @@ INCIDENTAL = frozenset(
     }
 )
 
-Run = tuple[str, dict[str, Any], dict[str, Any]]  # name, settings, accuracies after training by level and decoding
+Runs = dict[int, dict[str, Any]]  # of a method: seed → accuracies after training by level and decoding
 
 
 def compare(folders: Sequence[Path]) -> str:
     """The table. A `ValueError` if a folder holds no finished run, or two of them the same seed of one method."""
-    methods: dict[str, list[Run]] = {}
-    for run in map(_read, folders):
-        same = [own for own in methods.values() if _method(own[0]) == _method(run)]
-        (same[0] if same else methods.setdefault(_unused(run[0], methods), [])).append(run)
-    for name, runs in methods.items():
-        seeds = [settings.get("seed") for _, settings, _ in runs]
-        if len({*seeds}) < len(seeds):
-            raise ValueError(f"{name} has several runs of one seed: {seeds}. Leave one of them out.")
-    first, *others = methods
-    rows = [["seeds", *(", ".join(str(settings.get("seed")) for _, settings, _ in runs) for runs in methods.values())]]
-    fields = sorted({field for runs in methods.values() for field in _method(runs[0])})
-    for field in fields:
-        values = [_shown(_method(runs[0]).get(field)) for runs in methods.values()]
+    methods: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Runs] = {}
+    for folder in folders:
+        if not is_finished(folder):
+            raise ValueError(f"{str(folder)!r} is not the folder of a finished run.")
+        settings = read_settings(folder)
+        method = {field: value for field, value in settings.items() if field not in INCIDENTAL}
+        name = next((name for name, other in methods.items() if other == method), str(folder))
+        methods[name] = method
+        seeds = runs.setdefault(name, {})
+        if settings["seed"] in seeds:
+            raise ValueError(f"{name} has several runs of seed {settings['seed']}. Leave one of them out.")
+        seeds[settings["seed"]] = by_decoding(read_summary(folder)["after"])
+    first, *others = runs
+    rows = [
+        ["", *runs],
+        ["---"] * (len(runs) + 1),
+        ["seeds", *(", ".join(map(str, seeds)) for seeds in runs.values())],
+    ]
+    for field in sorted({field for method in methods.values() for field in method}):
+        values = [str(method.get(field)) for method in methods.values()]
         rows += [[field, *values]] if len({*values}) > 1 else []
-    for measure in dict.fromkeys(name for runs in methods.values() for _, _, found in runs for name in found):
-        rows.append([measure, *(_mean([found.get(measure) for _, _, found in runs]) for runs in methods.values())])
-        if others:
-            rows.append(
-                [f"{measure}, less {first}", "", *(_gain(measure, methods[first], methods[o]) for o in others)]
-            )
-    lines = [["", *methods], ["---"] * (len(methods) + 1), *rows]
-    cells = ([one_line(in_markdown(cell)).replace("|", r"\|") for cell in line] for line in lines)
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+    for measure in dict.fromkeys(name for seeds in runs.values() for found in seeds.values() for name in found):
+        rows.append([measure, *(_mean(measure, seeds) for seeds in runs.values())])
+        rows.append([f"{measure}, less {first}", "", *(_gain(measure, runs[first], runs[other]) for other in others)])
+    cells = ([one_line(in_markdown(cell)).replace("|", r"\|") for cell in row] for row in rows)
+    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
-def _read(folder: Path) -> Run:
-    settings = read_settings(folder)
-    if not settings:
-        raise ValueError(f"{str(folder)!r} has no {SETTINGS}, so it is not a run. Pass the folders of runs.")
-    if not is_finished(folder):
-        raise ValueError(f"The run {str(folder)!r} is not finished. Let it finish (`--resume_from_checkpoint auto`).")
-    place = folder.resolve()
-    name = place.parent.name if place.name.startswith("seed-") else place.name
-    return name, settings, by_decoding(read_summary(folder)["after"])
+def _mean(measure: str, runs: Runs) -> str:
+    found = [accuracies[measure] for accuracies in runs.values() if measure in accuracies]
+    if len(found) < len(runs):
+        return f"– (missing in {len(runs) - len(found)} of {len(runs)})"
+    if len(found) > 1:
+        return _interval([each["accuracy"] for each in found], "")
+    return "{:.1f} % [{:.1f}, {:.1f}]".format(*(100 * found[0][name] for name in ("accuracy", "low", "high")))
 
 
-def _method(run: Run) -> dict[str, Any]:
-    return {field: value for field, value in run[1].items() if field not in INCIDENTAL}
-
-
-def _unused(name: str, taken: Mapping[str, Any]) -> str:
-    return name if name not in taken else _unused(f"{name}'", taken)
-
-
-def _mean(results: Sequence[Mapping[str, Any] | None]) -> str:
-    if None in results:
-        return f"– (missing in {results.count(None)} of {len(results)})"
-    values = [100 * result["accuracy"] for result in results]
-    if len(values) > 1:
-        return _interval(values, "")
-    low, high = results[0]["low"], results[0]["high"]
-    return f"{values[0]:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def _gain(measure: str, baseline: Sequence[Run], runs: Sequence[Run]) -> str:
-    first, own = (
-        {s.get("seed"): found[measure] for _, s, found in each if measure in found} for each in (baseline, runs)
-    )
-    gains = [100 * (own[seed]["accuracy"] - first[seed]["accuracy"]) for seed in own if seed in first]
+def _gain(measure: str, baseline: Runs, runs: Runs) -> str:
+    common = [seed for seed in runs if measure in runs[seed] and measure in baseline.get(seed, {})]
+    gains = [runs[seed][measure]["accuracy"] - baseline[seed][measure]["accuracy"] for seed in common]
     if len(gains) > 1:
-        return _interval(gains, "+") + (f" ({len(gains)} seeds)" if len(gains) < max(len(first), len(own)) else "")
-    return f"{gains[0]:+.1f} points (one seed)".replace("-", "−") if gains else "no common seed"
+        return _interval(gains, "+") + (f" ({len(gains)} seeds)" if len(gains) < max(len(runs), len(baseline)) else "")
+    return f"{100 * gains[0]:+.1f} points (one seed)".replace("-", "−") if gains else "no common seed"
 
 
-def _interval(values: Sequence[float], sign: str) -> str:
-    half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+def _interval(shares: Sequence[float], sign: str) -> str:
+    half = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
     unit = "points" if sign else "%"
-    return f"{np.mean(values):{sign}.1f} ± {half:.1f} {unit}".replace("-", "−")
+    return f"{100 * np.mean(shares):{sign}.1f} ± {100 * half:.1f} {unit}".replace("-", "−")
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "–"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def in_markdown(text: str) -> str:
+    """A text of others in Markdown: neither HTML nor a link or picture from elsewhere."""
+    return printable(text).replace("<", "&lt;").replace("](", "]\\(")

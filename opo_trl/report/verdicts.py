@@ -1,4 +1,4 @@
-"""Verdicts on a run's log: one for each diagnostic."""
+"""Verdicts on a run's log, one for each diagnostic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -99,25 +99,25 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     rewards = [value for _, value in finite(log, "reward")]
     # Without a signal, a run whose reward has risen has solved its problems.
     learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1
-    scored = [row for row in log if not _unscored(row)]
+    scored = [row for row in log if "reward" not in row or math.isfinite(number(row, "reward"))]
     found = [_judge(each, scored if each.name == "groups" else log, learns) for each in diagnostics(settings)]
-    everything = (_without_rewards(log), *found, _validation(log))
+    everything = (*(_not_finite(log, metric) for metric in _NOT_FINITE), *found, _validation(log))
     return [verdict for verdict in everything if verdict is not None]
 
 
-def _unscored(row: Entry) -> bool:
-    """Whether an entry has a reward that is not a number: no completion could be scored."""
-    return "reward" in row and math.isnan(number(row, "reward"))
+_NOT_FINITE = {
+    "reward": "Fix the reward function, or the solutions: it returns `None` where it cannot read one.",
+    "grad_norm": "Lower `learning_rate`, and use bfloat16 instead of float16. Go back to a checkpoint from before.",
+}
 
 
-def _without_rewards(log: Sequence[Entry]) -> Verdict | None:
-    rewards = [_unscored(row) for row in log if "reward" in row]
-    if not any(rewards):
+def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
+    lost = [math.isnan(number(row, metric)) for row in log if metric in row]
+    if not any(lost):
         return None
-    said = f"The reward was not a number in {sum(rewards):,} of {len(rewards):,} entries."
-    remedy = "Fix the reward function, or the solutions: it returns `None` where it cannot read one."
-    at_end = rewards[-max(len(rewards) // 10, 3) :]
-    return Verdict("reward", said, False, remedy, finite(log, "reward"), "a number in every entry", all(at_end))
+    said = f"`{metric}` was not a number in {sum(lost):,} of {len(lost):,} entries."
+    at_end = all(lost[-max(len(lost) // 10, 3) :])
+    return Verdict(metric, said, False, _NOT_FINITE[metric], finite(log, metric), "a number in every entry", at_end)
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:

@@ -59,7 +59,7 @@ def test_run_has_what_other_trainers_write(run):
     assert all({"opo/chi2", "reward", "rewards/arithmetic_reward/mean"} <= line.keys() for line in steps)
     assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2, 4]
     assert (run / "plan.txt").read_text().startswith("AsyncOPO training plan\n  rollout    6 completions per prompt")
-    assert ">Asynchronous OPO, model arithmetic" in (run / "report.html").read_text().replace("\n", "")
+    assert ">objective opo, model_name_or_path arithmetic" in (run / "report.html").read_text().replace("\n", "")
 
 
 def test_plain_text_prompts_leave_the_tokenizer_as_it_was(run):

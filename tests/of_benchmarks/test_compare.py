@@ -107,24 +107,9 @@ def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
     assert len(rows_of(report, "Every run")) == 7
 
 
-def test_html_is_self_contained_and_agrees_with_the_markdown(runs, tmp_path):
-    report = report_of(tmp_path, runs)
-    html = (tmp_path / "report" / "report.html").read_text()
-    figures = re.findall(r'src="data:image/png;base64,[A-Za-z0-9+/=]+"', html)
-    assert len(figures) == 8 == len(list((tmp_path / "report" / "figures").iterdir()))
-    text = re.sub(r"data:image/png;base64,[A-Za-z0-9+/=]+", "", html)
-    assert not re.search(r"https?:|file:|<link|<script|@import|url\(|src=\"[^\"]", text)
-    assert str(tmp_path) not in html + report
-    for row in (row for title in ("Reward", "Cost", "Every run", "What differs") for row in rows_of(report, title)):
-        assert all(f">{cell}<" in html for cell in row), row
-
-
 def test_names_are_escaped(one_figure, runs, tmp_path):
     (runs / "opo").rename(runs / "<b>|opo")
     report = report_of(tmp_path, runs)
-    html = (tmp_path / "report" / "report.html").read_text()
-    assert "&lt;b&gt;|opo" in html
-    assert "<b>" not in html
     assert r"| &lt;b>\|opo | 1 |" in report
     assert "<b>" not in report
 
@@ -145,16 +130,8 @@ def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
     ("field", "value"),
     [
         ("dataset_name", "other/data"),
-        ("levels", ["Level 2"]),
-        ("fraction", 0.5),
-        ("validation_levels", ["Level 3"]),
-        ("report_size", 9),
         ("max_steps", 13),
-        ("num_generations", 12),
-        ("max_completion_length", 64),
         ("temperature", 0.7),
-        ("dtype", "bfloat16"),
-        ("lora_r", 8),
         ("chat_template_kwargs", {"enable_thinking": False}),
     ],
 )
