@@ -47,7 +47,7 @@ class OPOScriptArguments(ScriptArguments):
     trainer: Annotated[str, OBJECTIVE] = setting("opo", "`opo`, or `async_opo` for asynchronous training.")
     reward_funcs: Annotated[list[str] | None, REWARDS] = setting(
         None,
-        "Reward functions: `accuracy_reward`, `format_reward`, `arithmetic_reward`, `gym_reward`, TRL's "
+        "Reward functions: `accuracy_reward`, `arithmetic_reward`, `gym_reward`, TRL's "
         "`reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths. "
         "The first one defines what counts as correct in every accuracy. By default `gym_reward` for the tasks of "
         "reasoning-gym, none with a reward model, and `accuracy_reward` for all else. `[]` if the environment alone "

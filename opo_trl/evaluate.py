@@ -37,7 +37,8 @@ Decoding = Literal["greedy", "sampled"]
 @dataclass
 class Evaluation:
     """
-    Result of [`evaluate`].
+    Result of [`evaluate`]: how many completions are `correct`, `scored` and `unscorable`, and the `accuracy`, the
+    fraction of the scored ones that are correct (NaN without any).
 
     Args:
         samples (`list[dict]`):
@@ -50,63 +51,42 @@ class Evaluation:
     samples: list[dict[str, Any]] = field(repr=False)
     per_problem: int = 1
 
-    @property
-    def scored(self) -> int:
-        """Completions that have a score."""
-        return sum(n for _, n in self.by_problem)
-
-    @property
-    def correct(self) -> int:
-        """Completions that are correct."""
-        return sum(right for right, _ in self.by_problem)
-
-    @property
-    def unscorable(self) -> int:
-        """Unscored completions: the reward function returned `None`."""
-        return len(self.samples) - self.scored
-
-    @property
-    def accuracy(self) -> float:
-        """Fraction of the scored completions that are correct; NaN without any."""
-        return self.correct / self.scored if self.scored else float("nan")
-
-    @property
-    def by_problem(self) -> list[tuple[int, int]]:
-        """Correct and scored completions of each problem with a scored one."""
+    def __post_init__(self):
         rewards = [sample["reward"] for sample in self.samples]
         groups = [rewards[i : i + self.per_problem] for i in range(0, len(rewards), self.per_problem)]
         scored = [[reward >= 1.0 for reward in group if reward is not None] for group in groups]
-        return [(sum(right), len(right)) for right in scored if right]
+        # Correct and scored completions of each problem with a scored one.
+        self.by_problem = [(sum(right), len(right)) for right in scored if right]
+        self.correct = sum(right for right, _ in self.by_problem)
+        self.scored = sum(n for _, n in self.by_problem)
+        self.unscorable = len(rewards) - self.scored  # the reward function returned `None`
+        self.accuracy = self.correct / self.scored if self.scored else float("nan")
 
     def pass_at(self, k: int) -> float:
         """
         Mean probability that at least one of `k` of a problem's completions is correct, by the unbiased estimate of
         Chen et al. (2021, arXiv 2107.03374), over the problems with at least `k` scored completions; NaN without any.
         """
-        chances = self._chances(k)
+        chances = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
         return sum(chances) / len(chances) if chances else float("nan")
 
-    def pass_at_interval(self, k: int) -> tuple[float, float]:
-        """95 % interval of [`pass_at`]: the normal one over problems; Wilson's with one completion per problem."""
-        return self._interval(self._chances(k), self.pass_at(k))
-
-    def _interval(self, chances: list[float], mean: float) -> tuple[float, float]:
-        if self.per_problem == 1 or len({*chances}) <= 1:  # without spread, the normal one would be a single point
-            return wilson_interval(round(sum(chances)), len(chances))
-        half = NormalDist().inv_cdf(0.975) * stdev(chances) / len(chances) ** 0.5
-        return max(mean - half, 0.0), min(mean + half, 1.0)
-
-    def _chances(self, k: int) -> list[float]:
-        """The probability for each problem with at least `k` scored completions."""
-        return [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
+    def interval(self) -> tuple[float, float]:
+        """
+        95 % interval of the accuracy: with several completions per problem the normal one over problems, or Wilson's
+        where these are all equal, and with one completion per problem.
+        """
+        shares = [right / n for right, n in self.by_problem]
+        if self.per_problem == 1 or len({*shares}) <= 1:  # without spread, the normal one would be a single point
+            return wilson_interval(round(sum(shares)), len(shares))
+        half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
+        return max(self.accuracy - half, 0.0), min(self.accuracy + half, 1.0)
 
     def summary(self) -> dict[str, Any]:
         """
-        Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
-        is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal,
-        and `pass_at` for 1, 2, 4 … is added.
+        Counts, accuracy and its [`interval`] (`low`, `high`), without the samples; with several completions per
+        problem also `pass_at` for 1, 2, 4 …
         """
-        low, high = self._interval([right / n for right, n in self.by_problem], self.accuracy)
+        low, high = self.interval()
         found: dict[str, Any] = {"accuracy": self.accuracy, "low": low, "high": high}
         found |= {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
         powers = [2**i for i in range(self.per_problem.bit_length())]
@@ -153,13 +133,9 @@ def evaluate(
         [`Evaluation`]: the same on every process.
 
     Raises:
-        `ValueError`: an empty dataset, fewer than one sample, or an unknown decoding.
+        `ValueError`: an unknown decoding.
         [`RewardError`]: a reward function raises, or does not return one number, or `None`, for each completion.
     """
-    if len(dataset) == 0:
-        raise ValueError("dataset has 0 rows: there is nothing to evaluate. Pass at least one problem.")
-    if samples < 1:
-        raise ValueError(f"samples={samples} is not allowed. Pass at least 1.")
     if decoding not in ("greedy", "sampled"):
         raise ValueError(f"decoding={decoding!r} is unknown. Use 'greedy' or 'sampled'.")
     accelerator = trainer.accelerator
@@ -177,8 +153,7 @@ def evaluate(
         trainer.model.train(was_training)
         if trainer.use_vllm:  # which has the weights of this step by now
             trainer._last_loaded_step = twin._last_loaded_step
-    gathered = gather_object(solved)[:total]
-    return Evaluation(gathered, per_problem=samples)
+    return Evaluation(gather_object(solved)[:total], per_problem=samples)
 
 
 def _twin(trainer: "GRPOTrainer") -> Any:
@@ -226,11 +201,6 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     twin.model.eval()  # for each batch: TRL's continuous batching leaves the model in training mode
     with temporarily(twin, _calculate_rewards=calculate):
         twin._generate_and_score_completions(rows)
-    if not scored:
-        raise RuntimeError(
-            f"{type(twin).__name__}._generate_and_score_completions did not call `_calculate_rewards`, so there is "
-            "nothing to evaluate. Call `super()._generate_and_score_completions`, or score with that method."
-        )
     prompts, completions, rewards = scored[-1]
     start = twin.accelerator.process_index * len(rows)
     own = rewards[start : start + len(rows), 0].tolist()

@@ -124,7 +124,6 @@ def prepare(argv: Sequence[str]) -> Run:
     if checkpoint is not None and isinstance(trainer, OPOTrainer):
         check_resumable(trainer, checkpoint)
     trainer.plan += f"\n  {'data':<10} {data.plan}"
-    settings |= {"prompt_style_used": data.prompt_style}  # a recipe may leave it open
     return Run(trainer, script, data, checkpoint, recipe, settings)
 
 

@@ -49,7 +49,7 @@ from .metrics.step import SampleReport, metrics_of_samples
 from .metrics.step_clock import StepClock
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
-from .rewards.checked import check_tools, checked
+from .rewards.checked import checked
 from .rollout import checkpoint, padding, recorded, reference, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
@@ -509,10 +509,6 @@ class OPOTrainer(GRPOTrainer):
             model = partial(padding.with_positions, model)
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
-
-    def _tool_call_loop(self, *inputs, **options):
-        check_tools(self)
-        return super()._tool_call_loop(*inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         known = recorded.rewards(self._recorded_samples, self.reward_weights) if self._replays_recorded else None

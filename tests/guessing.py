@@ -57,7 +57,7 @@ def games(first: int, n: int) -> list[dict[str, str]]:
     return [{"problem": f"Game {i}.", "solution": str(1 + i % len(NUMBERS))} for i in range(first, first + n)]
 
 
-GAMES = to_prompts(Dataset.from_list([{**row, "level": "", "type": ""} for row in games(0, 60)]), instruction="")
+GAMES = to_prompts(Dataset.from_list([{**row, "level": ""} for row in games(0, 60)]), instruction="")
 
 
 def save_player(folder: Path) -> str:

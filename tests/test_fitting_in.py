@@ -4,7 +4,6 @@ TRL's surroundings work with OPO: loggers, callbacks, rewards, tools, images, th
 Trackio and wandb are not dependencies of the tests; CONTRIBUTING.md says how to run theirs.
 """
 
-import functools
 import json
 import re
 import sqlite3
@@ -269,32 +268,6 @@ def test_tools_and_environments(caller, tmp_path, kind):
     sample = evaluate(trainer, SUM.select(range(1)), decoding="greedy").samples[0]
     assert sample["completion"][1:] == turns
     assert sample["reward"] == 0.0
-
-
-@pytest.mark.parametrize("kind", ["plain", "asynchronous"])
-def test_a_tool_that_returns_half_a_letter_has_failed(caller, tmp_path, kind):
-    """Half a surrogate pair, as of an emoji in cut JSON, cannot be tokenized: the model sees the error instead."""
-
-    @functools.wraps(add)  # which the model knows
-    def half(a: int, b: int):
-        return json.loads(r'"5 \ud83d"')
-
-    @functools.wraps(add)
-    async def half_later(a: int, b: int):
-        return half(a, b)
-
-    tool = half if kind == "plain" else half_later
-    seen = []
-
-    def reward(completions, **kwargs) -> list[float]:
-        seen.extend(turn["content"] for completion in completions for turn in completion if turn["role"] == "tool")
-        return [float(i % 2) for i in range(len(completions))]
-
-    options = {"max_completion_length": 400, "max_steps": 1, "steps_per_generation": 1}
-    trainer = make(caller, tmp_path, dataset=SUM, reward_funcs=reward, arguments={"tools": [tool]}, **options)
-    trainer.train()
-    assert logged(trainer)[0]["tools/failure_frequency"] == 1
-    assert "surrogates not allowed" in seen[0]
 
 
 # Images

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-import threading
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -15,7 +14,7 @@ import sympy.physics.units  # noqa: F401 - its first import evaluates names
 import torch
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from safetensors.torch import load_file
-from sympy import Symbol, lambdify
+from sympy import lambdify
 from sympy.core import evalf
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -133,33 +132,6 @@ def test_scoring_restores_sympy(monkeypatch, seconds):
     monkeypatch.setattr(rewards, "VERIFYING_LIMIT", seconds)
     monkeypatch.setattr(rewards, "PARSING_LIMIT", seconds)
     score(r"\boxed{\sum_{n=0}^\infty \frac{2^n}{n!}}", "e^x")
-    assert patched() == before
-
-
-def test_scoring_does_not_patch_sympy_in_other_threads(monkeypatch):
-    """Scoring in several threads at once is as safe as in one."""
-    inside, seen = threading.Barrier(3), []
-
-    def verify(*_: object, **__: object) -> bool:
-        inside.wait(60)  # both threads are scoring
-        with pytest.raises(NotImplementedError):
-            evalf.lambdify(Symbol("n"), Symbol("x"))
-        inside.wait(60)  # the main thread has checked
-        seen.append("guarded")
-        return True
-
-    before = patched()
-    monkeypatch.setattr(rewards, "verify", verify)
-    threads = [threading.Thread(target=score, args=(r"\boxed{1+1}", "2.00")) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    inside.wait(60)
-    assert evalf.lambdify is not lambdify
-    assert evalf.lambdify(Symbol("n"), Symbol("n") / 2)(1) == 0.5
-    inside.wait(60)
-    for thread in threads:
-        thread.join(60)
-    assert seen == ["guarded"] * 2
     assert patched() == before
 
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    # Reward workers import this package on the way to `arithmetic_reward`, which needs neither datasets nor
-    # Transformers.
+    # Workers that score `gym_reward` or `arithmetic_reward` need neither datasets nor Transformers.
     if name in __all__:
         return getattr(import_module(".problems" if name == "load_problems" else ".prompts", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,7 @@ one to continue, such as
     23 + 45 =
 
 The worked lines are the same in all prompts of a level: accuracy depends strongly on them. What the model writes up to
-the end of the line is its answer. The rows have the four columns of the MATH dataset (`problem`, `level`, `type`,
-`solution`).
+the end of the line is its answer.
 """
 
 import random
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..rewards.boxes import Completion, text_of
-from .arithmetic.task import check_selection, draw_split
+from .arithmetic.task import draw_split
 
 
 SPLIT_SIZES = {"train": 400, "validation": 150, "test": 150}
@@ -58,20 +57,19 @@ def make_problems(
     split: str, levels: Iterable[str] | None = None, sizes: Mapping[str, int] = SPLIT_SIZES
 ) -> list[dict[str, str]]:
     """
-    Make the problems of a split, the same on every call and machine.
+    Make the problems of a split, the same on every call and machine, as [`arithmetic.task.make_problems`].
 
     Per level there are 400 in `"train"`, 150 in `"validation"`, to tune on, and 150 in `"test"`, or other `sizes`. No
-    two have the same numbers, in whatever order, and none has those of a worked line. Otherwise as
-    [`arithmetic.task.make_problems`].
+    two have the same numbers, in whatever order, and none has those of a worked line.
     """
     rows = []
-    for level in check_selection(split, levels, sizes, list(LEVELS)):
+    for level in LEVELS if levels is None else levels:
         task = LEVELS[level]
         worked = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
         shown = {_key(numbers) for numbers in task.worked}
         for numbers in draw_split(split, level, task.draw, _key, sizes=sizes, seed=SEED, besides=shown):
-            row = {"problem": worked + task.ask(numbers), "level": level, "type": "Few-shot"}
-            rows.append(row | {"solution": str(task.answer(numbers))})
+            solution = str(task.answer(numbers))
+            rows.append({"problem": worked + task.ask(numbers), "level": level, "solution": solution})
     return rows
 
 

@@ -24,6 +24,7 @@ from ..rewards.effects import without_effects
 
 
 PREFIX = "reasoning_gym/"
+SCORED = ("task", "entry")  # columns that `gym_reward` reads
 INSTRUCTION = "Please reason step by step. Then write only your final answer between <answer> and </answer>."
 
 # Added to the seed for the test split. An entry's own seed is the dataset's plus its index.
@@ -34,25 +35,19 @@ def make_problems(
     name: str, split: str, levels: Sequence[str] | None, settings: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """
-    Draw the problems of a task.
+    Draw the problems of a task, whose `name` begins with `"reasoning_gym/"`.
 
-    Args:
-        name (`str`), split (`str`):
-            `"reasoning_gym/"` and the name of a task; `"train"` or `"test"`, which have different seeds, but may share
-            problems in tasks with few.
-        levels (`list[str]`, *optional*):
-            Levels of the task's curriculum, from `"0"`: all its attributes are set to this level, or to their highest.
-            `None` for the task without its curriculum.
-        settings (`dict`):
-            Settings of the task's dataset. `size` is the number of problems of each level, and `seed` that of the
-            training split, 0 by default.
+    The splits `"train"` and `"test"` have different seeds, but may share problems in tasks with few. `levels` are
+    those of the task's curriculum, from `"0"`: all its attributes are set to this level, or to their highest; `None`
+    for the task without its curriculum. `settings` are those of the task's dataset: `size` is the number of problems
+    of each level, and `seed` that of the training split, 0 by default.
 
     Returns:
         `list[dict]`: rows with the columns `problem`, `solution` (the task's answer, or `None` if it has none),
-        `level`, `type` (name of the task) and what [`gym_reward`] reads, `task` and `entry`.
+        `level` and what [`gym_reward`] reads, `task` and `entry`.
 
     Raises:
-        `ValueError`: there is no such task, split, level or setting.
+        `ValueError`: there is no such task, split, level or setting, or reasoning-gym is not installed.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
@@ -62,9 +57,8 @@ def make_problems(
     where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-m", __name__], input=asked, check=False, **where)
     if done.returncode:
-        *_, message = done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"]
-        given = f"dataset_name={name!r}, dataset_settings={dict(settings)!r} and levels={levels!r}"
-        raise ValueError(f"{given} do not fit together: {message}. Change them.")
+        given = f"dataset_name={name!r} with dataset_settings={dict(settings)!r} and levels={levels!r}"
+        raise ValueError(f"{given} cannot be drawn: {done.stderr.strip().rpartition(chr(10))[2]}.")
     return json.loads(done.stdout)
 
 
@@ -74,12 +68,10 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     one, and in many tasks a part of it for a near miss. `task` and `entry` are columns of [`make_problems`].
 
     The answer is the text between the last `<answer>` and `</answer>` after the reasoning; without them, all of a
-    plain completion, and none of a conversation. Reasoning that does not end has no answer. What makes the scorer
-    raise an error is not an answer: 0.
+    plain completion, and none of a conversation. What makes the scorer raise an error is not an answer: 0.
 
-    Some scorers evaluate answers as Python. While they run, a process can neither write nor start anything, or connect
-    to anything (`rewards.effects`); that is no sandbox, and they may still hang. So run it in an [`IsolatedReward`],
-    as recipes do: its workers stay restricted after the first answer.
+    Some scorers evaluate answers as Python, restricted by [`rewards.effects`], which is no sandbox. So run it in an
+    [`IsolatedReward`], as recipes do: its workers stay restricted after the first answer.
     """
     scored = zip(completions, task, entry, strict=True)
     return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]
@@ -142,7 +134,6 @@ def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[di
             "problem": entry["question"],
             "solution": solution if solution is None else str(solution),
             "level": level,
-            "type": task,
             "task": key,
             "entry": repr(entry),  # JSON has no tuples, which some scorers need
         }

@@ -24,23 +24,8 @@ _MAX_NAMED = 10
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether a prompt is a list of messages, each with its `role` and something that chat templates render."""
-    return isinstance(prompt, list) and bool(prompt) and all(map(_is_message, prompt))
-
-
-def not_of_chat(prompt: Any) -> Any:
-    """What keeps a prompt from being a list of messages: one of its turns, or all of it."""
-    turns = prompt if isinstance(prompt, list) else []
-    return next((turn for turn in turns if not _is_message(turn)), prompt)
-
-
-def _is_message(turn: Any) -> bool:
-    if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str):
-        return False
-    # Templates render a mapping as the answer of a tool, and a number as nothing.
-    contents = str | list | (Mapping if turn["role"] in ("tool", "ipython") else str)
-    others = ("tool_calls", "reasoning_content", "thinking")
-    return isinstance(turn.get("content"), contents) or any(map(turn.get, others))
+    """Whether a prompt is a list of messages, each with its `role`."""
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(t, Mapping) and t.get("role") for t in prompt)
 
 
 def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = INSTRUCTION) -> Dataset:
@@ -49,7 +34,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
 
     Args:
         dataset (`Dataset`):
-            Rows with the columns `problem`, `level`, `type` and `solution`, from [`load_problems`].
+            Rows with the columns `problem` and `solution`, from [`load_problems`].
         style (`str`, *optional*, defaults to `"chat"`):
             `"chat"`: a conversation with one user message, the problem and the instruction. A solution without a box
             cannot be used, unless none has one: then they are taken for final answers. `"plain"`: the problem
@@ -58,8 +43,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             What the user message asks for after the problem; nothing if it is empty. `"plain"` ignores it.
 
     Returns:
-        `Dataset`: Rows with the columns `prompt`, `solution` (the final answer), `level` and `type`. Rows of
-        reasoning-gym keep their solution, and what its scorer reads.
+        `Dataset`: Rows with the columns `prompt`, `solution` (the final answer, but for reasoning-gym), and others.
 
     Raises:
         `ValueError`: if the style is unknown or no row can be used.
@@ -67,35 +51,23 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     if style not in ("chat", "plain"):
         raise ValueError(f"style={style!r} must be 'chat' or 'plain'.")
     rows, unusable = [], []
-    scored_elsewhere = [name for name in dataset.column_names if name in ("task", "entry")]
+    scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym
     in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])
     for row in dataset:
-        answer, reason = (row["solution"], "") if scored_elsewhere else _answer(row, in_boxes)
-        if reason:
-            unusable.append(f"{shown(row['problem'])}: {reason}")
+        problem, answer = row.pop("problem"), row["solution"]
+        if not scored_elsewhere and isinstance(answer, str) and (in_boxes or find_boxes(answer)):
+            answer = final_answer(answer)
+        has_answer = scored_elsewhere or (isinstance(answer, str) and answer.strip())
+        if not (isinstance(problem, str) and problem.strip() and has_answer):
+            unusable.append(shown(problem))
             continue
-        kept = {name: row[name] for name in ("level", "type", *scored_elsewhere)}
-        asked = [{"role": "user", "content": "\n\n".join(filter(None, (row["problem"], instruction)))}]
-        rows.append({"prompt": row["problem"] if style == "plain" else asked, "solution": answer, **kept})
+        asked = [{"role": "user", "content": "\n\n".join(filter(None, (problem, instruction)))}]
+        rows.append({**row, "prompt": problem if style == "plain" else asked, "solution": answer})
+    what = "have no text as problem, or no final answer"
     if not rows:
-        first = unusable[0] if unusable else "it is empty"
-        raise ValueError(
-            f"dataset has no row that can be used in style={style!r}: {first}. Use other data, or map its columns."
-        )
-    _warn_of_dropped(unusable, len(dataset), "cannot be used")
+        raise ValueError(f"dataset: all {len(dataset)} rows {what} in {style=}. Use other data, or map its columns.")
+    _warn_of_dropped(unusable, len(dataset), what)
     return Dataset.from_list(rows)
-
-
-def _answer(row: dict[str, Any], in_boxes: bool) -> tuple[str, str]:
-    """The answer of a row, and why the row cannot be used."""
-    for column in ("problem", "solution"):
-        if not isinstance(row[column], str):
-            return "", f"its {column} is of type {type(row[column]).__name__}, not a string"
-    if not row["problem"].strip():
-        return "", "its problem is empty"
-    solution = row["solution"]
-    answer = final_answer(solution) if in_boxes or find_boxes(solution) else solution
-    return (answer, "") if answer and answer.strip() else ("", "its solution has no final answer")
 
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
@@ -117,28 +89,13 @@ def without_space(problem: Any) -> str:
 def tokenize_prompts(
     prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """
-    Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments.
-
-    Raises:
-        `ValueError`: the chat template cannot render a prompt, or renders nothing.
-    """
-    texts: list[Any] = []
+    """Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
     options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})}
-    fix = "Change the prompt, or the tokenizer's chat_template.jinja"
-    for prompt in prompts:
-        try:
-            texts.append(prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt, **options))
-        except Exception as error:
-            roles = [turn["role"] for turn in prompt] if is_chat(prompt) else []
-            raise ValueError(
-                f"prompt: {shown(prompt)}, with the roles {roles!r}, cannot be rendered by the chat template of "
-                f"{tokenizer.name_or_path!r}: {error}. {fix}."
-            ) from error
+    texts: list[Any] = [p if isinstance(p, str) else tokenizer.apply_chat_template(p, **options) for p in prompts]
     ids = tokenizer(text=texts, add_special_tokens=isinstance(prompts[0], str))["input_ids"]
     if [] in ids:
-        prompt = shown(prompts[ids.index([])])
-        raise ValueError(f"prompt: {prompt} has no tokens with the tokenizer of {tokenizer.name_or_path!r}. {fix}.")
+        said = f"prompt: {shown(prompts[ids.index([])])} has no tokens with {tokenizer.name_or_path!r}"
+        raise ValueError(f"{said}. Change the prompt, or the chat template.")
     return ids
 
 

@@ -18,10 +18,9 @@ from ..arguments import OPOScriptArguments
 from ..config import OPOConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.files import is_single_file
-from ..data.problems import Sources, as_problems, as_prompts, draw_or_load, has_prompts, hold_out, select
+from ..data.problems import Sources, draw_or_load, has_prompts, hold_out, select, take
 from ..data.prompts import Style
 from ..data.rollouts import load_rollouts
-from . import foreign
 from .preflight import check_template
 
 
@@ -29,13 +28,6 @@ logger = logging.getLogger(__name__)
 
 ALL = "all"  # as a level: every problem
 TEST_FRACTION = 0.2  # of a dataset that is one file
-
-_PROMPTS = {
-    "dataset": "its column 'prompt', unchanged",
-    "messages": "its column 'messages' up to the last turn of the user",
-    "chat": "a user message of the problem and the instruction",
-    "plain": "the problem as text",
-}
 
 
 @dataclass
@@ -47,7 +39,6 @@ class Data:
     report: dict[str, Dataset]  # by level
     evaluation: Dataset | None
     plan: str  # which column was used as which field, as a line of the run's plan
-    prompt_style: str  # also where the recipe leaves it open
 
 
 def load_data(
@@ -72,11 +63,11 @@ def load_data(
     groups = fitting(load_rollouts(rollouts, args.num_generations))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
     if not (script.dataset_name or script.datasets):
-        return Data(groups, None, {}, None, plan, "dataset")
+        return Data(groups, None, {}, None, plan)
     data = _load_problems(script, args, fitting)
     report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
     validation, evaluation = (d and without_overlap(d, prompts) for d in (data.validation, data.evaluation))
-    return Data(groups, validation, report, evaluation, plan, data.prompt_style)
+    return Data(groups, validation, report, evaluation, plan)
 
 
 def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
@@ -86,34 +77,29 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
         raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
-    taken = source.describe()
+    plan = source.describe()
     prompts = fitting(source.prompts(training))
 
-    def held_out(name: str, levels: list[str] | None, size: int | None) -> Dataset:
-        try:
-            levels = None if levels == [ALL] else levels
-            problems = without_overlap(source.read(script.dataset_test_split, levels), training)
-        except ValueError as error:
-            hint = f" Or set `test_fraction: {TEST_FRACTION}`, to hold out a part of the training split."
-            raise ValueError(f"{name}: {error}{'' if script.datasets or source.held_out else hint}") from error
+    def held_out(levels: list[str] | None, size: int | None) -> Dataset:
+        problems = source.read(script.dataset_test_split, None if levels == [ALL] else levels)
+        problems = without_overlap(problems, training)
         if size is not None:
             problems = problems.shuffle(seed=script.subset_seed).select(range(min(size, len(problems))))
         return source.prompts(problems)
 
-    of, size = script.validation_levels, script.validation_size
-    validation = held_out("validation_levels", of, size) if script.validation_steps else None
-    evaluation = held_out("eval_strategy", of, None) if evaluates else None
+    of = script.validation_levels
+    validation = held_out(of, script.validation_size) if script.validation_steps else None
+    evaluation = held_out(of, None) if evaluates else None
     report = {}
     try:
         for level in source.report_levels(training):
-            report[level] = held_out("report_levels", [level], script.report_size)
-    except ValueError as error:
+            report[level] = held_out([level], script.report_size)
+    except (OSError, ValueError) as error:
         if script.report_levels is not None:
             raise
         logger.warning("No accuracy is measured before and after training: %s", error)
-    unanswered = "" if "solution" in prompts.column_names else "; no column has answers"
-    plan = f"{len(prompts):,} prompts of {taken}{unanswered}"
-    return Data(prompts, validation, report, evaluation, plan, source.style)
+    answers = "" if "solution" in prompts.column_names else "; no column has answers"
+    return Data(prompts, validation, report, evaluation, f"{len(prompts):,} prompts of {plan}{answers}")
 
 
 @dataclass
@@ -127,22 +113,17 @@ class _Source:
     held_out: str = ""  # for the plan: which part of the training split serves as test split
 
     def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
-        """Rows of a split, with [`data.COLUMNS`] or with their own prompts."""
+        """Rows of a split, problems or with their own prompts."""
         script, name = self.script, str(self.script.dataset_name)
         splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(name)
         if script.datasets:
-            parts: Any = [*script.datasets]  # TRL makes objects of them
-            with foreign.library(f"datasets={parts!r} cannot be loaded", "Change it."):
-                rows: Any = cast(Any, get_dataset(DatasetMixtureConfig(parts)))["train"]
+            rows: Any = cast(Any, get_dataset(DatasetMixtureConfig(cast(Any, [*script.datasets]))))["train"]
         else:
             stored, drawn = script.dataset_train_split if splits else split, cast(dict | None, script.dataset_settings)
             rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
         columns = cast(dict, script.columns or {})
         self.style = self.style or script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
-        if self.style == "dataset":
-            problems, self.sources = as_prompts(rows, columns)
-        else:
-            problems, self.sources = as_problems(script.dataset_name or "", rows, columns)
+        problems, self.sources = take(rows, columns, "prompt" if self.style == "dataset" else "problem")
         if splits:
             problems = self._split(problems, split == script.dataset_train_split)
         return select(problems, levels, fraction, script.subset_seed)
@@ -157,11 +138,11 @@ class _Source:
             return problems
         training, held_out = hold_out(problems, size or TEST_FRACTION, script.subset_seed)
         if not len(training):
-            if size is None and is_training:
+            if size is None and is_training:  # one problem, to see whether it is learned
                 return problems
             raise ValueError(f"{name}={size!r} leaves none of the {len(problems)} rows to train on. Lower it.")
-        parts = f"{len(training):,} for training, {len(held_out):,} held out"
-        self.held_out = f"; of its {len(problems):,} rows {parts} ({name}: {size or TEST_FRACTION:g})"
+        parts = f"{len(held_out):,} of its {len(problems):,} rows are held out"
+        self.held_out = f"; {parts} ({name}: {size or TEST_FRACTION:g})"
         return training if is_training else held_out
 
     def report_levels(self, problems: Dataset) -> list[str]:
@@ -182,9 +163,7 @@ class _Source:
         """For a line of the plan: where the prompts are from, and which column was used as which field."""
         script = self.script
         name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
-        renamed = {ours: theirs for ours, theirs in self.sources.items() if theirs not in (ours, "messages")}
-        taken = [f"{ours} is its column {theirs!r}" for ours, theirs in renamed.items()]
         levels = f", levels {', '.join(script.levels)}" if script.levels else ""
-        kind = "messages" if self.sources.get("prompt") == "messages" else self.style
-        taken.append(f"a prompt is {_PROMPTS[kind]}")
+        taken = [f"{ours} is its column {theirs!r}" for ours, theirs in self.sources.items()]
+        taken.append(f"prompt_style: {self.style}")
         return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"

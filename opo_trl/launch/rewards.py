@@ -13,7 +13,7 @@ from ..config import OPOConfig
 from ..data.arithmetic import arithmetic_reward
 from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
-from ..rewards.accuracy import accuracy_reward, format_reward
+from ..rewards.accuracy import accuracy_reward
 from ..rewards.scoring import IsolatedReward
 from . import foreign
 
@@ -21,7 +21,6 @@ from . import foreign
 # Name in `reward_funcs` → function.
 REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
-    "format_reward": format_reward,
     "arithmetic_reward": arithmetic_reward,
     "first_line_reward": first_line_reward,
     "gym_reward": gym_reward,

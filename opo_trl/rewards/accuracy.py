@@ -1,9 +1,9 @@
 r"""
-Verifiable rewards for problems whose answer is in `\boxed{…}`.
+A verifiable reward for problems whose answer is in `\boxed{…}`.
 
 An answer is compared with the gold answer in two steps: as strings, after meaningless differences of notation are
-removed; if these differ, as mathematics by math-verify. Both rewards look only at the text after the last `</think>`.
-A completion that opens `<think>` and never closes it has no answer.
+removed; if these differ, as mathematics by math-verify. Only the text after the last `</think>` counts. A completion
+that opens `<think>` and never closes it has no answer.
 """
 
 import logging
@@ -11,7 +11,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.metadata import version
 from multiprocessing import parent_process
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import LatexExtractionConfig, parse, verify
-from packaging.version import Version
 from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Or, Poly, S, Symbol, lambdify, nsimplify, simplify
 from sympy.core import evalf
 from sympy.core.relational import Relational
@@ -32,17 +31,13 @@ from .boxes import MARK, Completion, final_answer, find_boxes, text_of, without_
 logger = logging.getLogger(__name__)
 
 
-def warn_of_parser(installed: str) -> None:
-    """Warn of a version of antlr4 that changes verdicts. math-verify admits it, and others pin it (Hydra, lm_eval)."""
-    if Version(installed) < Version("4.13"):
-        logger.warning(
-            f"antlr4-python3-runtime={installed} is installed, with which accuracy_reward cannot read some answers, "
-            r"such as 50\%, and leaves them unscored. Run `pip install 'antlr4-python3-runtime>=4.13'`."
-        )
-
-
-if parent_process() is None:  # not in each worker
-    warn_of_parser(version("antlr4-python3-runtime"))
+# math-verify admits older ones, and Hydra and lm_eval pin them. Said once, not in each worker.
+parser = version("antlr4-python3-runtime")
+if tuple(map(int, parser.split(".")[:2])) < (4, 13) and parent_process() is None:
+    logger.warning(
+        f"antlr4-python3-runtime={parser} is installed, with which accuracy_reward cannot read some answers, such as "
+        r"50\%, and leaves them unscored. Run `pip install 'antlr4-python3-runtime>=4.13'`."
+    )
 
 PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 
@@ -51,9 +46,6 @@ _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
 )
-
-# What may follow the box in a completion: the end of the formula, of bold type, of the sentence.
-_AFTER_BOX = re.compile(r"(?:[\s$*.!。]|\\[\])]|\\end\{[A-Za-z]+\*?\})*")
 
 
 def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], **kwargs: Any) -> list[float | None]:
@@ -80,17 +72,6 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
     known = ("" if gold is None or gold != gold else gold for gold in solution)  # NaN differs from itself
     golds = [str(gold) if isinstance(gold, int | float) else gold for gold in known]
     return [score(text_of(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
-
-
-def format_reward(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
-    r"""
-    Reward 1.0 for a completion that ends in its final answer, and 0.0 for any other. Of a conversation, the last
-    message counts.
-
-    The text after the last `</think>` must contain exactly one box, complete and not empty. Only the end of the
-    formula (`$`, `\)`, `\]`, `\end{…}`), of bold type (`**`) and of the sentence may follow it.
-    """
-    return [float(_ends_in_box(without_reasoning(text_of(completion)))) for completion in completions]
 
 
 def score(completion: str, solution: str) -> float | None:
@@ -140,13 +121,6 @@ def score(completion: str, solution: str) -> float | None:
         return 0.0
     parsed_answer = _parse(answer_value)
     return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
-
-
-def _ends_in_box(text: str) -> bool:
-    boxes = find_boxes(text)
-    if len(boxes) != 1 or boxes[0].content is None or not text[boxes[0].content].strip():
-        return False
-    return _AFTER_BOX.fullmatch(text, boxes[0].end) is not None
 
 
 def _is_set_for_tuple(gold: str, answer: str) -> bool:
@@ -243,44 +217,29 @@ def _number(parser: _Latex2Sympy, text: str) -> Number:
 
 
 _lock = threading.Lock()
-_scoring: list[int] = []  # threads that are in the context below
-_replaced = ExitStack()  # which puts back what the context replaces
 
 
 @contextmanager
 def _guarded() -> Iterator[None]:
     """
-    A context in which SymPy neither compiles the text of a completion nor expands huge numbers.
-
-    Outside of it, and in other threads at the same time, SymPy and the parser are unchanged: a reward must not change
-    the mathematics of the program that uses it.
+    A context, of one thread at a time, in which SymPy neither compiles the text of a completion nor expands huge
+    numbers. Outside of it, SymPy and the parser are unchanged.
     """
+    guards: list[tuple[Any, str, Any]] = [
+        (evalf, "lambdify", _integer_polynomial),
+        (_Latex2Sympy, "parse_number", _number),
+        # They warn of slow answers, and of missing time limits, which are set here.
+        *((logging.getLogger(f"math_verify.{name}"), "disabled", True) for name in ("parser", "grader")),
+    ]
     with _lock:
-        if not _scoring:
-            _replace(evalf, "lambdify", _while_scoring(_integer_polynomial, evalf.lambdify))
-            _replace(_Latex2Sympy, "parse_number", _while_scoring(_number, _Latex2Sympy.parse_number))
-            for name in ("parser", "grader"):  # warn of slow answers, and of missing time limits, which are set here
-                _replace(logging.getLogger(f"math_verify.{name}"), "disabled", True)
-        _scoring.append(threading.get_ident())
-    try:
-        yield
-    finally:
-        with _lock:
-            _scoring.remove(threading.get_ident())
-            if not _scoring:
-                _replaced.close()
-
-
-def _replace(holder: Any, name: str, value: Any) -> None:
-    _replaced.callback(setattr, holder, name, getattr(holder, name))
-    setattr(holder, name, value)
-
-
-def _while_scoring(guarded: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (guarded if threading.get_ident() in _scoring else original)(*args, **kwargs)
-
-    return call
+        originals = [getattr(holder, name) for holder, name, _ in guards]
+        try:
+            for holder, name, guard in guards:
+                setattr(holder, name, guard)
+            yield
+        finally:
+            for (holder, name, _), original in zip(guards, originals, strict=True):
+                setattr(holder, name, original)
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:

@@ -1,7 +1,6 @@
-"""Rewards and tools that run in the training process: an error names the reward, an exit does not end the run."""
+"""Rewards that run in the training process: an error names the reward, and an exit does not end the run silently."""
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,7 @@ from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
 from ..trl import temporarily
-from .errors import CountingReward, naming, numbers, told
+from .errors import CountingReward, RewardError, numbers, told
 
 
 if TYPE_CHECKING:
@@ -32,45 +31,20 @@ def checked_reward(reward: Any, name: str) -> Any:
         return reward
 
     async def call_async(**inputs: Any) -> list[float | None]:
-        with naming(name):
+        with _naming(name):
             return numbers(await reward(**inputs), len(inputs["completions"]))
 
     def call(**inputs: Any) -> list[float | None]:
-        with naming(name):
+        with _naming(name):
             return numbers(reward(**inputs), len(inputs["completions"]))
 
     return call_async if is_async_callable(reward) else call
 
 
-def check_tools(trainer: "GRPOTrainer") -> None:
-    """
-    Show the model, as any error, that a tool of this batch exits, as code that a model writes may: TRL would end the
-    run, or wait forever for an asynchronous tool. So too if no tokenizer can encode what a tool returns.
-    """
-    for tools in (*trainer._sync_tool_dicts, *trainer._async_tool_dicts):
-        tools.update({name: _checked_tool(tool) for name, tool in tools.items()})
-
-
-def _checked_tool(tool: Callable[..., Any]) -> Callable[..., Any]:
-    async def call_async(**arguments: Any) -> Any:
-        with _exit_is_an_error():
-            return _encodable(await tool(**arguments))
-
-    def call(**arguments: Any) -> Any:
-        with _exit_is_an_error():
-            return _encodable(tool(**arguments))
-
-    return call_async if inspect.iscoroutinefunction(tool) else call
-
-
 @contextmanager
-def _exit_is_an_error() -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     try:
         yield
-    except SystemExit as error:
-        raise RuntimeError(told(error)) from error
-
-
-def _encodable(result: Any) -> Any:
-    str(result).encode()  # half a surrogate pair, as in cut JSON
-    return result
+    except (Exception, SystemExit) as error:
+        said = f"The reward function {name} has raised {told(error)}"
+        raise RewardError(f"{said}. Return a list with one number, or None, for each completion.") from error

@@ -1,7 +1,5 @@
-"""What a user's reward functions raise or return, named in one line."""
+"""What a user's reward functions raise or return."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ..checks.text import one_line
@@ -21,18 +19,6 @@ class CountingReward:
     """
 
     timeouts = errors = 0
-
-
-@contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Name a reward function if this context raises an error, or `SystemExit`, which would end a run silently."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise RewardError(
-            f"The reward function {name} has raised {told(error)}. Return a list with one number, or None, for each "
-            "completion."
-        ) from (None if isinstance(error, StopIteration) else error)  # `contextlib` would raise that one again
 
 
 def numbers(scores: Any, n_completions: int) -> list[float | None]:

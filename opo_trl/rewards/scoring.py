@@ -13,10 +13,9 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.util import Finalize
@@ -25,19 +24,20 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from . import LEAST_MEMORY, effects
+from . import effects
 from .errors import CountingReward, RewardError, numbers, told
 
 
 logger = logging.getLogger(__name__)
 
+# MiB of a worker. With 60, math-verify silently fails to parse right answers; with 384, 10,000 boxes no longer fit.
+LEAST_MEMORY = 512
 START_LIMIT = 120  # seconds for a worker to start, including imports from a slow file system
 
 # Workers are replaced after this many completions, because math-verify's parser caches 2 to 10 kB per answer, which in
 # days would reach the memory limit. A new worker scores its first 1,000 completions a fifth slower.
 COMPLETIONS_OF_A_WORKER = 10_000
 
-_LOST = (ProcessExpired, BrokenProcessPool, CancelledError)
 _hiding = threading.Lock()
 
 
@@ -45,12 +45,13 @@ class IsolatedReward(CountingReward):
     """
     A reward function that scores each completion in a worker process, with limits on time and memory.
 
-    It works in `reward_funcs` of every TRL trainer. [`OPOTrainer`] and [`OPOTrainer`] also log how many
-    completions were unscored, and stop the run if there are too many (`max_reward_failure_rate`).
+    It works in `reward_funcs` of every TRL trainer. [`OPOTrainer`] also logs how many completions were unscored, and
+    stops the run if there are too many (`max_reward_failure_rate`).
 
     A completion scores `None` if it exceeds the time or memory limit, ends its worker or makes the function raise. It
     is then unscored rather than wrong, and excluded from training (if other reward functions score it, TRL counts the
-    missing score as 0). One warning per call counts these completions and shows the first error.
+    missing score as 0). One warning per call counts these completions and shows the first error; `timeouts` and
+    `errors` have the numbers of the last call.
 
     Args:
         reward (`Callable`):
@@ -59,22 +60,13 @@ class IsolatedReward(CountingReward):
             must be importable from a module other than the main script, which workers never import; columns must be
             picklable. Processes that it starts are its own to end.
         workers (`int`, *optional*, defaults to `4`):
-            Number of worker processes. They start at the first call, and end with this process, with [`close`], or
+            Number of worker processes. They start at the first call, and end with this process, with `close()`, or
             when this object is garbage-collected.
         timeout (`float`, *optional*, defaults to `30.0`):
             Wall-clock limit per completion in seconds. A worker that exceeds it is killed, even in native code.
         memory (`int`, *optional*, defaults to `2048`):
             Memory that a worker may allocate in MiB, at least 512: Linux's RLIMIT_DATA, which unlike the address space
             does not count the code of libraries. Ignored on macOS.
-
-    Attributes:
-        timeouts (`int`), errors (`int`):
-            Completions of the last call that were not scored in time; and that raised, ran out of memory or ended
-            their worker.
-
-    Raises:
-        `ValueError`: `memory` is too small, or the function is the main script's.
-        [`RewardError`]: if the workers cannot start, at the first call.
 
     Example:
 
@@ -85,7 +77,7 @@ class IsolatedReward(CountingReward):
     ```
     """
 
-    def __init__(self, reward: Callable[..., Any], *, workers: int = 4, timeout: float = 30.0, memory: int = 2048):
+    def __init__(self, reward: Callable[..., Any], workers: int = 4, timeout: float = 30.0, memory: int = 2048):
         if memory < LEAST_MEMORY:  # right answers would silently be wrong
             raise ValueError(f"memory={memory} is too small for a worker. Set `memory` to {LEAST_MEMORY} or more.")
         self.__name__ = getattr(reward, "__name__", type(reward).__name__)
@@ -94,12 +86,11 @@ class IsolatedReward(CountingReward):
         pickle.dumps(reward)  # says now what cannot be sent to a worker
         self.reward, self.workers, self.timeout, self.memory = reward, workers, timeout, memory
         self._pool: ProcessPool | None = None
-        self._end: Callable[[], Any] = lambda: None  # ends the pool, if there is one
+        self.close: Callable[[], Any] = lambda: None  # ends the workers; another call starts new ones
 
     def __reduce__(self):
         # Another process gets one without workers, and starts its own.
-        limits = {"workers": self.workers, "timeout": self.timeout, "memory": self.memory}
-        return functools.partial(IsolatedReward, self.reward, **limits), ()
+        return functools.partial(IsolatedReward, self.reward, self.workers, self.timeout, self.memory), ()
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
         n = len(completions)
@@ -109,10 +100,10 @@ class IsolatedReward(CountingReward):
         columns["completions"] = completions
         # One completion per task: a failure then costs no other its score, and each has the same time limit.
         rows = [{name: [c[i]] for name, c in columns.items()} for i in range(n)]
+        # A scheduler tells all processes to end, while the trainer goes on to a checkpoint: such scores are not lost.
+        lost = ProcessExpired | BrokenProcessPool
         outcomes = self._outcomes(rows)
-        for i in [i for i, outcome in enumerate(outcomes) if isinstance(outcome, _LOST)]:
-            # It may have ended for another's fault, or because a scheduler told all processes to end; so once more.
-            outcomes[i] = self._outcomes([rows[i]])[0]
+        outcomes = [self._outcomes([rows[i]])[0] if isinstance(o, lost) else o for i, o in enumerate(outcomes)]
         failed = [outcome for outcome in outcomes if isinstance(outcome, str | Exception)]
         said = [o if isinstance(o, str) else told(o) for o in failed if not isinstance(o, TimeoutError)]
         self.timeouts, self.errors = len(failed) - len(said), len(said)
@@ -123,28 +114,14 @@ class IsolatedReward(CountingReward):
             )
         return [None if isinstance(outcome, str | Exception) else outcome for outcome in outcomes]
 
-    def close(self) -> None:
-        """End the workers. Another call starts new ones."""
-        self._end()
-
     def _outcomes(self, rows: Sequence[dict[str, list[Any]]]) -> list[Any]:
         """Score of each row, the message of an error in the worker, or an exception of the pool."""
-        pool, limit = self._running(), self.timeout + START_LIMIT  # a worker may never start
-        outcomes: list[Any] = []
-        try:
-            futures = [pool.schedule(_score, (self.reward, row), timeout=self.timeout) for row in rows]
-        except RuntimeError:  # it has ended meanwhile
-            return [CancelledError()] * len(rows)
+        pool = self._running()
+        futures = [pool.schedule(_score, (self.reward, row), timeout=self.timeout) for row in rows]
         for future in futures:
-            try:
-                outcomes.append(future.result(limit))
-            except Exception as error:
-                outcomes.append(error if future.done() else CancelledError())
-                if isinstance(error, BrokenProcessPool) or not future.done():
-                    limit = 0  # a pool without workers finishes nothing
-        if limit == 0:
-            self.close()
-        return outcomes
+            while not future.done() and pool.active:  # a pool that breaks forgets what is in its queue
+                wait([future], 1)
+        return [future.exception() or future.result() if future.done() else BrokenProcessPool() for future in futures]
 
     def _running(self) -> ProcessPool:
         if self._pool is not None and self._pool.active:
@@ -161,7 +138,7 @@ class IsolatedReward(CountingReward):
         )
         # Not `__del__`, which need not run at exit; workers would then outlive the run. Nor `weakref.finalize`, which
         # does not run at the end of a process that multiprocessing has started; that would wait for the workers.
-        self._end = Finalize(self, lambda: (pool.stop(), pool.join()), exitpriority=0)
+        self.close = Finalize(self, lambda: (pool.stop(), pool.join()), exitpriority=0)
         try:
             pool.schedule(os.getpid).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:
@@ -174,21 +151,16 @@ class IsolatedReward(CountingReward):
 
 
 class _Process(ForkServerProcess):
+    """A worker that does not import the main script, which may lack a `__main__` guard or take minutes."""
+
     @staticmethod
     def _Popen(process_obj):
-        with _without_main():
-            return ForkServerProcess._Popen(process_obj)
-
-
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the main script, which workers would import, though it may lack a `__main__` guard or take minutes."""
-    with _hiding:
-        main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-        try:
-            yield
-        finally:
-            sys.modules["__main__"] = main
+        with _hiding:
+            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            try:
+                return ForkServerProcess._Popen(process_obj)
+            finally:
+                sys.modules["__main__"] = main
 
 
 # In the workers. Each limit also holds in native code, during which a worker runs no signal handlers of Python: the

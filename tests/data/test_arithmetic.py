@@ -5,7 +5,6 @@ The arithmetic task and its stored base model: problems, reward, tokenizer, and 
 """
 
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -14,8 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.arithmetic_base import SIZES, build_tokenizer, draw_slipping_chain, measure, widen
-from benchmarks.base_models import forget_to_carry
+from benchmarks.arithmetic_base import measure
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.data.arithmetic.task import LEVELS
 
@@ -73,13 +71,9 @@ def test_every_step_of_every_solution_is_right():
         assert len(steps) == int(row["level"][-1]) == len(re.findall(r"[+-]", row["problem"]))
 
 
-@pytest.mark.parametrize("levels", [["Level 6"], ["level 1"], "Level 1"])
-def test_unknown_level_is_rejected(levels):
-    with pytest.raises(ValueError, match="levels="):
-        make_problems("train", levels)
-
-
-def test_unknown_split_is_rejected():
+def test_unknown_level_and_split_are_rejected():
+    with pytest.raises(ValueError, match="Level 6"):
+        make_problems("train", ["Level 6"])
     with pytest.raises(ValueError, match="split='validation'"):
         make_problems("validation")
 
@@ -116,25 +110,6 @@ def test_reward_takes_messages_and_further_columns():
     assert rewards == [1.0, 0.0]
 
 
-# Slips
-
-
-@pytest.mark.parametrize(
-    ("left", "operator", "right", "result"),
-    [(47, "+", 38, 75), (47, "+", 32, 79), (85, "-", 16, 71), (85, "-", 13, 72), (50, "+", 40, 90)],
-)
-def test_forgetting_to_carry(left, operator, right, result):
-    assert forget_to_carry(left, operator, right) == result
-
-
-def test_slips_propagate_and_stay_in_range():
-    rng = random.Random(0)
-    chains = {draw_slipping_chain("47+38-16=", rng) for _ in range(100)}
-    assert chains == {"85-16=69", "85-16=71", "75-16=59", "75-16=61"}
-    # With 47+38 slipped to 75, the next result would be 0, which is out of range.
-    assert {draw_slipping_chain("47+38-75=", rng) for _ in range(100)} == {"85-75=10"}
-
-
 # Stored model
 
 
@@ -147,33 +122,12 @@ def test_tokenizer_has_one_token_per_character_and_round_trips(tokenizer):
         assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_tokenizer_pads_on_the_left_and_is_the_one_the_script_builds(tokenizer):
-    assert tokenizer.padding_side == "left"
-    padded = tokenizer(["47+38=", "7"], padding=True)["input_ids"]
-    assert padded[1][:-1] == [tokenizer.pad_token_id] * 5
-    assert tokenizer.get_vocab() == build_tokenizer().get_vocab()
-    assert tokenizer("a")["input_ids"] == [tokenizer.unk_token_id]
-
-
 def test_stored_model_is_small_and_knows_its_special_tokens(model, tokenizer):
     assert (Path(base_model_path()) / "model.safetensors").stat().st_size <= 3e6
     assert model.config.model_type == "qwen3"
     assert model.config.vocab_size == len(tokenizer)
     for config in (model.config, model.generation_config):
         assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-
-
-def test_widened_model_computes_the_same_and_its_new_weights_learn(model, tokenizer):
-    wide = widen(model, tokenizer, SIZES["5m"].shape)
-    assert wide.num_parameters() > 5e6
-    ids = tokenizer(f"47+38-16={CHAIN}", return_tensors="pt")["input_ids"]
-    found = wide(input_ids=ids, labels=ids)
-    torch.testing.assert_close(found.logits, model(input_ids=ids).logits, atol=0.01, rtol=0)
-    found.loss.backward()
-    for layer in wide.model.layers:
-        for writes in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-            assert not writes[:, writes.shape[1] // 3 :].any()
-            assert writes.grad[:, writes.shape[1] // 3 :].any()
 
 
 def test_claimed_accuracy_leaves_something_to_learn(claimed):
@@ -183,17 +137,7 @@ def test_claimed_accuracy_leaves_something_to_learn(claimed):
         assert claimed["Level 4"][mode]["accuracy"] < claimed["Level 3"][mode]["accuracy"]
 
 
-@pytest.mark.parametrize("level", ["Level 4"])
-def test_greedy_accuracy_is_the_claimed_one(model, tokenizer, claimed, level):
-    figures = measure(model, tokenizer, make_problems("test", [level]), do_sample=False)
+def test_greedy_accuracy_is_the_claimed_one(model, tokenizer, claimed):
+    figures = measure(model, tokenizer, make_problems("test", ["Level 4"]), do_sample=False)
     # Greedy, so only near ties may differ between machines.
-    assert abs(figures["accuracy"] - claimed[level]["greedy"]["accuracy"]) <= 0.01
-
-
-@pytest.mark.parametrize("level", ["Level 3"])
-def test_sampled_accuracy_agrees_with_the_claimed_one(model, tokenizer, claimed, level):
-    torch.manual_seed(1)
-    figures = measure(model, tokenizer, make_problems("test", [level]), do_sample=True)
-    share, n = claimed[level]["sampled"]["accuracy"], figures["problems"]
-    # Two independent samples of n: four standard errors of their difference.
-    assert abs(figures["accuracy"] - share) <= 4 * math.sqrt(2 * share * (1 - share) / n)
+    assert abs(figures["accuracy"] - claimed["Level 4"]["greedy"]["accuracy"]) <= 0.01

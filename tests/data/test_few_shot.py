@@ -32,16 +32,13 @@ def test_every_line_is_right_and_no_numbers_occur_twice(level):
 
 
 def test_same_problems_on_every_machine():
-    assert zlib.crc32(str([make_problems(split) for split in SPLIT_SIZES]).encode()) == 4193765247
+    assert zlib.crc32(str([make_problems(split) for split in SPLIT_SIZES]).encode()) == 4217247733
     assert make_problems("train", ["addition"])[0] == {
         "problem": "31 + 46 = 77\n58 + 27 = 85\n64 + 73 = 137\n25 + 64 =",
         "level": "addition",
-        "type": "Few-shot",
         "solution": "89",
     }
     assert len(load_problems("few_shot", split="validation", levels=["largest"])) == 150
-    with pytest.raises(ValueError, match="subtraction"):
-        make_problems("test", ["subtraction"])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Tasks of reasoning-gym: problems, curricula, rewards, and what answers may not do."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,14 +10,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opo_trl import train
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import gym, load_problems, to_prompts
 from opo_trl.data.gym import INSTRUCTION, gym_reward, make_problems
-from opo_trl.data.models import EMBEDDED_MODELS
 from opo_trl.data.prompts import without_overlap
 from opo_trl.rewards.scoring import IsolatedReward
 
@@ -80,32 +77,24 @@ class TestProblems:
         assert max(terms["0"]) < max(terms["2"])
 
     @pytest.mark.parametrize(
-        ("task", "levels", "settings", "said"),
+        ("levels", "settings", "said"),
         [
-            ("countdwn", None, {}, "'countdwn' not registered"),
-            ("countdown", ["9"], {}, "countdown has the levels 0 to 4"),
-            ("countdown", ["Level 1"], {}, "invalid literal for int"),
-            ("countdown", None, {"numbers": 3}, "unexpected keyword argument 'numbers'"),
-            ("countdown", None, {"min_numbers": 9}, "max_numbers must be >= min_numbers"),
-            ("countdown", ["0"], {"min_numbers": 5}, "the levels of countdown determine min_numbers"),
+            (["9"], {}, "countdown has the levels 0 to 4"),
+            (None, {"numbers": 3}, "unexpected keyword argument 'numbers'"),
+            (["0"], {"min_numbers": 5}, "the levels of countdown determine min_numbers"),
         ],
     )
-    def test_mistakes_are_named(self, task, levels, settings, said):
-        with pytest.raises(ValueError, match=rf"dataset_name='reasoning_gym/{task}', .*{said}"):
-            draw(task, levels=levels, **settings)
-
-    def test_columns_have_no_effect(self):
-        with pytest.raises(ValueError, match=r"columns=.* has no effect .* Remove `columns`"):
-            load_problems("reasoning_gym/chain_sum", columns={"problem": "entry"}, settings={"size": 2})
+    def test_mistakes_are_named(self, levels, settings, said):
+        with pytest.raises(ValueError, match=rf"dataset_name='reasoning_gym/countdown' .*{said}"):
+            draw("countdown", levels=levels, **settings)
 
     def test_prompts_keep_what_the_scorer_reads(self):
         problems = load_problems("reasoning_gym/chain_sum", settings={"size": 4})
         chat, plain = to_prompts(problems, instruction=INSTRUCTION), to_prompts(problems, style="plain")
-        assert chat.column_names == ["prompt", "solution", "level", "type", "task", "entry"]
+        assert {*chat.column_names} == {"solution", "level", "task", "entry", "prompt"}
         assert chat[0]["prompt"][0]["content"] == f"{problems[0]['problem']}\n\n{INSTRUCTION}"
         assert plain["prompt"][:] == problems["problem"][:]
         assert chat["solution"][:] == problems["solution"][:]
-        assert set(chat["type"]) == {"chain_sum"}
         held_out = Dataset.from_list([*problems.to_list(), *draw("chain_sum", "test", size=2)])
         assert len(without_overlap(held_out, problems)) == 2
 
@@ -135,24 +124,10 @@ class TestReward:
         assert score([row], [f" {right}\n"]) == [1.0]  # a plain completion is the answer
         assert score([row], [f"so <answer>{right}</answer>"]) == [1.0]
 
-    def test_score_is_the_packages_own(self):
-        import reasoning_gym
-
-        theirs = reasoning_gym.create_dataset("spell_backward", seed=0, size=6)
-        rows = draw("spell_backward", size=6)
-        answers = [row["solution"][:-1] + "?" for row in rows]
-        found = score(rows, answers)
-        assert found == [theirs.score_answer(answer, entry) for answer, entry in zip(answers, theirs, strict=True)]
-        assert all(0 < value < 1 for value in found)
-
-    @pytest.mark.parametrize("task", ["rearc", "countdown", "time_intervals"])
-    def test_right_answers_score_1(self, task):
-        rows = draw(task, size=3)
+    def test_right_answers_score_1_and_what_breaks_the_scorer_0(self):
+        rows = draw("rearc", size=3)
         assert score(rows, [f"<answer>{row['solution']}</answer>" for row in rows]) == [1.0] * 3
-
-    def test_what_breaks_the_scorer_is_wrong(self):
-        rows = draw("prime_factorization", size=1)
-        assert score(rows, ["x"]) == [0.0]
+        assert score(draw("prime_factorization", size=1), ["x"]) == [0.0]
         assert score(draw("binary_matrix", size=1), ["exit()"]) == [0.0]
 
     def test_worker_stays_restricted_after_an_answer(self, tmp_path):
@@ -168,10 +143,9 @@ class TestReward:
         assert not [*tmp_path.iterdir()]
         reward.close()
 
-    @pytest.mark.parametrize("task", ["countdown", "binary_matrix"])
-    def test_answers_that_are_programs_change_nothing(self, task, tmp_path):
+    def test_answers_that_are_programs_change_nothing(self, tmp_path):
         (tmp_path / "kept").write_text("here")
-        row = draw(task, size=1)[0]
+        row = draw("countdown", size=1)[0]
         for program in (
             f"open('{tmp_path}/new', 'w')",
             f"__import__('os').system('touch {tmp_path}/new')",
@@ -201,27 +175,6 @@ class TestReward:
         monkeypatch.setattr(gym, "_scorer", lambda key: scorer)
         assert score(rows, ["1"]) == [1.0]
         assert written == [len("line")]
-
-    def test_scorer_that_hangs_costs_one_completion(self):
-        rows = draw("countdown", size=2)
-        columns = {name: [row[name] for row in rows] for name in ("task", "entry")}
-        reward = IsolatedReward(gym_reward, workers=2, timeout=5)
-        scores = reward(["9**9**9**9**9", f"<answer>{rows[1]['solution']}</answer>"], **columns)
-        reward.close()
-        assert scores[1] == 1.0
-        assert scores[0] is None or scores[0] < 0.1
-
-
-def test_base_model_that_spells():
-    folder = Path(EMBEDDED_MODELS["spelling"])
-    assert (folder / "model.safetensors").stat().st_size < 5e5
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert model.config.vocab_size == len(tokenizer)
-    ids = tokenizer("Spell this word backward (example: sun -> nus): Boomer")["input_ids"]
-    assert len(ids) == 1 + len("Boomer")
-    assert tokenizer.unk_token_id not in ids
-    accuracy = json.loads((folder / "ACCURACY.json").read_text())
-    assert all(accuracy[level]["greedy"]["accuracy"] < 0.05 for level in "123")
 
 
 @needs_gym

@@ -156,10 +156,10 @@ BATCHES = [
 ]
 
 DATA = [
-    Case("missing data", ["dataset_name='./no'", "Pass an existing"], {"dataset_name": "./no"}),
+    Case("missing data", ["'./no'", "on the Hub"], {"dataset_name": "./no"}),
     Case(
         "no column of solutions",
-        ["dataset_name=", "no column ['solution']", "only ['problem', 'level', 'type']", "Rename"],
+        ["no column ['solution']", "only ['problem', 'level', 'type']", "Rename"],
         change=write_rows([{k: v for k, v in row.items() if k != "solution"} for row in ROWS]),
     ),
     Case(
@@ -200,11 +200,6 @@ MODELS = [
         "generation_config.json with num_beams=4",
         ["generation_config.json", "num_beams=4", "num_beams: 1"],
         change=edit("model/generation_config.json", num_beams=4),
-    ),
-    Case(
-        "chat template that raises",
-        ["./model", "'0 + 0", "with the roles ['user']", "Roles must alternate", "chat_template.jinja"],
-        change=write("model/chat_template.jinja", "{{ raise_exception('Roles must alternate') }}"),
     ),
 ]
 

@@ -1,9 +1,8 @@
-"""`accuracy_reward` and `format_reward`: verdicts, time limits, and the answers of MATH."""
+"""`accuracy_reward`: verdicts, time limits, and the answers of MATH."""
 
 import gzip
 import itertools
 import json
-import pickle
 import random
 import re
 import signal
@@ -20,8 +19,8 @@ from hypothesis import strategies as st
 from kinds import KINDS, pairs
 
 from opo_trl.rewards import accuracy as rewards
-from opo_trl.rewards import accuracy_reward, format_reward
-from opo_trl.rewards.accuracy import score, warn_of_parser
+from opo_trl.rewards import accuracy_reward
+from opo_trl.rewards.accuracy import score
 from opo_trl.rewards.boxes import final_answer
 
 
@@ -97,62 +96,37 @@ class TestScore:
     def test_a_too_long_answer_is_wrong(self):
         assert score(box("1+" * 200 + "1"), "201") == 0.0
 
-    def test_score_can_be_sent_to_a_worker(self):
-        assert pickle.loads(pickle.dumps(score)) is score
-
     @given(st.text() | LATEX | LATEX.map(box), st.text() | LATEX)
-    @settings(deadline=None, max_examples=300)
+    @settings(deadline=None, max_examples=150)
     def test_scores_never_raise(self, completion: str, solution: str):
         assert score(completion, solution) in (0.0, 1.0, None)
-        assert format_reward([completion])[0] in (0.0, 1.0)
 
 
 class TestFailingMathVerify:
     """Scores if math-verify fails; the answers differ as strings, so that it is called."""
 
-    @pytest.fixture(params=[RecursionError, ValueError])
-    def failure(self, request: pytest.FixtureRequest) -> type[BaseException]:
-        return request.param
+    def fail(self, *args, **kwargs):
+        raise RecursionError
 
-    def fail_on(self, text: str, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gold_answer_that_cannot_be_parsed_is_unscored_and_an_answer_wrong(self, monkeypatch):
         real = rewards.parse
-
-        def parse(latex: str, *args, **kwargs):
-            if text in latex:
-                raise failure
-            return real(latex, *args, **kwargs)
-
-        monkeypatch.setattr(rewards, "parse", parse)
-
-    def test_parsing_the_gold_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
-        self.fail_on("77", failure, monkeypatch)
+        monkeypatch.setattr(
+            rewards, "parse", lambda text, *a, **k: self.fail() if "77" in text else real(text, *a, **k)
+        )
         assert [score(text, "77") for text in (box("7"), "no box", box("77"))] == [None, None, 1.0]
-
-    def test_parsing_the_answer(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
-        self.fail_on("77", failure, monkeypatch)
         assert score(box("77"), "7") == 0.0
 
-    def test_comparing(self, failure: type[BaseException], monkeypatch: pytest.MonkeyPatch):
-        def verify(*args, **kwargs):
-            raise failure
-
+    def test_comparing(self, monkeypatch: pytest.MonkeyPatch):
         assert score(box("1/2"), "0.5") == 1.0
-        monkeypatch.setattr(rewards, "verify", verify)
+        monkeypatch.setattr(rewards, "verify", self.fail)
         assert score(box("1/2"), "0.5") == 0.0
 
-    @pytest.mark.parametrize(
-        ("answer", "gold"),
-        [
-            (r"\sum_{n=1}^{10^9} \frac{1}{n}", "5.5"),
-            # Endless in math-verify, and again in the comparisons after it.
-            (r"\lfloor" * 9 + "1" + r"\rfloor" * 9, r"\lfloor i\rfloor"),
-        ],
-    )
-    def test_an_endless_comparison_is_wrong_in_time(self, answer: str, gold: str, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(rewards, "VERIFYING_LIMIT", 1.0)
+    def test_an_endless_comparison_is_wrong_in_time(self, monkeypatch: pytest.MonkeyPatch):
+        """Endless in math-verify, and again in the comparisons after it."""
+        monkeypatch.setattr(rewards, "VERIFYING_LIMIT", 0.5)
         start = time.process_time()
-        assert score(box(answer), gold) == 0.0
-        assert 0.5 < time.process_time() - start < 5
+        assert score(box(r"\lfloor" * 9 + "1" + r"\rfloor" * 9), r"\lfloor i\rfloor") == 0.0
+        assert 0.2 < time.process_time() - start < 5
 
     def test_code_that_swallows_exceptions_is_stopped(self, monkeypatch: pytest.MonkeyPatch):
         def verify(*args, **kwargs):
@@ -182,11 +156,10 @@ class TestAccuracyReward:
         assert accuracy_reward([messages], ["4"]) == [1.0]
         assert accuracy_reward([[{"role": "assistant", "content": None}]], ["4"]) == [0.0]
 
-    def test_each_completion_has_its_own_solution(self):
-        assert accuracy_reward([box("3"), box("3"), box("3")], ["3", "", "4"]) == [1.0, None, 0.0]
-
     def test_solutions_may_be_numbers_or_missing(self):
-        assert accuracy_reward([box("3")] * 4, [3, 3.0, 4, None]) == [1.0, 1.0, 0.0, None]
+        assert accuracy_reward([box("3")] * 5, [3, 3.0, 4, None, ""]) == [1.0, 1.0, 0.0, None, None]
+        with pytest.raises(ValueError, match="zip"):
+            accuracy_reward([box("3")], ["3", "4"])
 
     def test_very_small_and_large_numbers_are_read_as_numbers(self):
         answers = [r"10^{-5}", "0.00001", "10^{20}", "-2.2817181715"]
@@ -200,57 +173,11 @@ class TestAccuracyReward:
             None,
         ]
 
-    def test_different_lengths_are_an_error(self):
-        with pytest.raises(ValueError, match="zip"):
-            accuracy_reward([box("3")], ["3", "4"])
-
     def test_another_thread_gets_the_same_scores(self):
-        golds, answers = zip(*EQUAL[::5], *DIFFERENT[::5], strict=True)
+        golds, answers = zip(*EQUAL[::20], *DIFFERENT[::20], strict=True)
         completions = [box(answer) for answer in answers]
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(accuracy_reward, completions, golds).result() == accuracy_reward(completions, golds)
-
-
-class TestFormatReward:
-    @pytest.mark.parametrize(
-        "text",
-        [
-            r"\boxed{3}",
-            r"The answer is $\boxed{3}$.",
-            r"The answer is **\boxed{3}**.",
-            r"\[ x = \boxed{\frac{1}{2}}. \]" + "\n",
-            r"\(\boxed{3}\)!",
-            r"\begin{align*} x &= \boxed{3} \end{align*}",
-            r"$$\boxed {3}$$",
-            r"$\boxed 3$.",
-            "<think>\n\\boxed{2}? \\boxed{3}!\n</think>\n\n$\\boxed{3}$",
-            "\\boxed{2}?\n</think>\n\n$\\boxed{3}$",
-        ],
-    )
-    def test_one_box_at_the_end_scores_1(self, text: str):
-        assert format_reward([text, [{"role": "assistant", "content": text}]], solution=["", ""]) == [1.0, 1.0]
-
-    @pytest.mark.parametrize(
-        "text",
-        [
-            "",
-            "3",
-            r"\boxed{}",
-            r"\boxed{ }",
-            r"\boxed{3",
-            r"\boxed{3} is the answer",
-            r"\boxed{3} apples.",
-            r"$\boxed{3} = 2 + 1$",
-            r"$\boxed{2}$ and $\boxed{3}$",
-            r"\boxed{\boxed{3}}",
-            r"\boxed{ and \boxed{3}",
-            r"<think> \boxed{3}",
-            r"<think> \boxed{3} </think> It is 3.",
-            r"\boxed{3}</think>",
-        ],
-    )
-    def test_anything_else_scores_0(self, text: str):
-        assert format_reward([text]) == [0.0]
 
 
 @pytest.fixture(scope="module")
@@ -286,17 +213,10 @@ class TestMath:
         assert len(scores) > 200
         assert sum(map(bool, scores)) / len(scores) < 0.06  # 0.1 if an answer need not be evaluated
 
-    def check_mathematics(self, answers: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_math_verify_finds_answers_equal_to_themselves(self, distinct: list[str], monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(rewards.notation, "same_string", lambda gold, answer: False)
         # 5:00 is a division by zero.
-        assert [answer for answer in answers if score(box(answer), answer) != 1.0 and ":" not in answer] == []
-
-    def test_math_verify_finds_answers_equal_to_themselves(self, distinct: list[str], monkeypatch: pytest.MonkeyPatch):
-        self.check_mathematics(distinct[:200], monkeypatch)
-
-    @pytest.mark.slow
-    def test_math_verify_finds_all_answers_equal_to_themselves(self, distinct, monkeypatch: pytest.MonkeyPatch):
-        self.check_mathematics(distinct, monkeypatch)
+        assert [a for a in distinct[:100] if score(box(a), a) != 1.0 and ":" not in a] == []
 
     @pytest.mark.parametrize(
         ("pattern", "replacement"),
@@ -318,7 +238,7 @@ class TestMath:
     )
     def test_another_notation_is_equal(self, distinct: list[str], pattern: str, replacement: str):
         rewritten = [(gold, re.sub(pattern, replacement, gold)) for gold in distinct]
-        changed = [(gold, answer) for gold, answer in rewritten if gold != answer][:60]
+        changed = [(gold, answer) for gold, answer in rewritten if gold != answer][:30]
         assert len(changed) > 20
         assert [pair for pair in changed if score(box(pair[1]), pair[0]) != 1.0] == []
 
@@ -329,28 +249,9 @@ class TestMath:
             return f"{gold[: number.start()]}{int(number[0]) + 1}{gold[number.end() :]}"
 
         # Not the exponent of a unit that is not known, nor one of two forms of the same answer.
-        golds = [gold for gold in distinct if re.search(r"\d", gold) and not re.search(r"text|approx|.=", gold)][:200]
+        golds = [gold for gold in distinct if re.search(r"\d", gold) and not re.search(r"text|approx|.=", gold)][:100]
         assert [(gold, other(gold)) for gold in golds if score(box(other(gold)), gold) != 0.0] == []
 
-    def test_swapped_pairs_are_wrong(self, distinct: list[str]):
-        pairs = [match for gold in distinct if (match := re.fullmatch(r"\(([^(),]+),([^(),]+)\)", gold))]
-        swapped = [(pair[0], f"({pair[2]},{pair[1]})") for pair in pairs if pair[1].strip() != pair[2].strip()][:80]
-        assert len(swapped) == 80
-        assert [pair for pair in swapped if score(box(pair[1]), pair[0]) != 0.0] == []
-
-    def test_the_negative_is_wrong(self, distinct: list[str]):
-        golds = [gold for gold in distinct if re.fullmatch(r"[1-9]\d*|\\frac\{\d+\}\{\d+\}|\d*\\sqrt\{\d+\}", gold)][
-            :200
-        ]
-        assert [gold for gold in golds if score(box(f"-{gold}"), gold) != 0.0] == []
-        assert [gold for gold in golds if score(box(gold), f"-{gold}") != 0.0] == []
-
     def test_the_answer_to_another_problem_is_wrong(self, distinct: list[str]):
-        pairs = itertools.pairwise(distinct[:200])
+        pairs = itertools.pairwise(distinct[:100])
         assert [pair for pair in pairs if score(box(pair[1]), pair[0]) != 0.0] == []
-
-
-@pytest.mark.parametrize(("installed", "warns"), [("4.9.3", True), ("4.11.0", True), ("4.13.2", False)])
-def test_a_parser_that_changes_verdicts_is_named(installed, warns, caplog):
-    warn_of_parser(installed)
-    assert (f"antlr4-python3-runtime={installed}" in caplog.text) is warns

@@ -1,7 +1,6 @@
 """What a reward function may be and return, and the error that names one that fails."""
 
 import functools
-import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -65,9 +64,7 @@ def test_whatever_holds_one_number_for_each_completion_is_accepted_as_by_trl(tin
     [
         (lambda: (1 / i for i in (2, 1, 0)), "Scorer has raised ZeroDivisionError: division by zero"),
         ([1.0], "Scorer has raised ValueError: 1 values for 3 completions"),  # TRL would give it to all
-        ({"a": 1, "b": 0, "c": 1}, "Scorer has raised ValueError: could not convert string to float: 'a'"),
         (None, "Scorer has raised TypeError: 'NoneType' object is not iterable"),
-        ([[1.0], [1.0], [1.0]], "Scorer has raised TypeError: float()"),
         (lambda: asynchronous([1, 2, 3]), "'coroutine' object is not iterable"),
     ],
 )
@@ -80,47 +77,24 @@ def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
     assert trainer.reward_funcs[1] is reward
 
 
-def raise_(error: BaseException):
-    raise error
-
-
-def test_reward_that_ends_an_iteration_is_named(tiny_model, tmp_path):
-    def empty(completions, **columns):
-        return raise_(StopIteration())
-
-    with pytest.raises(RewardError, match="function empty has raised StopIteration"):
-        rewards_of(trainer_with(tiny_model, tmp_path, empty))
-
-
-@pytest.mark.parametrize("kind", ["function", "generator", "asynchronous"])
+@pytest.mark.parametrize("kind", ["function", "asynchronous"])
 def test_exit_that_would_end_the_run_without_a_word_is_named(tiny_model, tmp_path, kind):
     def function(completions, **columns):
-        return raise_(SystemExit(0)) if kind == "function" else (raise_(SystemExit(0)) for _ in completions)
+        raise SystemExit(0)
 
     async def asynchronous_function(completions, **columns):
-        return function(completions)
+        function(completions)
 
     reward = asynchronous_function if kind == "asynchronous" else function
     with pytest.raises(RewardError, match=f"function {reward.__name__} has raised SystemExit: 0"):
         rewards_of(trainer_with(tiny_model, tmp_path, reward))
 
 
-def test_run_stays_in_its_folder_whatever_a_reward_does(tiny_model, tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-
-    def reward(completions, **columns):
-        os.chdir(tmp_path / "elsewhere")
-        return [1.0] * len(completions)
-
-    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(tiny_model, Path("run"), trainer_arguments={"reward_funcs": reward}, **options).train()
-    assert {"checkpoint-1", "checkpoint-2"} <= {path.name for path in (tmp_path / "run").iterdir()}
-    assert [*(tmp_path / "elsewhere").iterdir()] == []
-
-
 def test_message_of_an_error_is_short_and_one_line_that_no_terminal_obeys(tiny_model, tmp_path):
-    trainer = trainer_with(tiny_model, tmp_path, Scorer(lambda: raise_(ValueError("a\x1b[2J\0b\nc\ud800" * 10**6))))
+    def failing(completions, **columns):
+        raise ValueError("a\x1b[2J\0b\nc\ud800" * 10**6)
+
+    trainer = trainer_with(tiny_model, tmp_path, failing)
     with pytest.raises(RewardError, match=r"ValueError: a\\x1b\[2J") as raised:
         rewards_of(trainer)
     assert len(str(raised.value)) < 400

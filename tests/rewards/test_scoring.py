@@ -3,7 +3,6 @@
 import gc
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -20,13 +19,14 @@ from answers import ADVERSARIAL
 from datasets import Dataset
 from helpers import PROMPTS, RecordingOPO, logged, make_trainer, trained, wait_until
 from invariance.launch import launch, logs
+from trl.rewards import think_format_reward
 
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.launch.rewards import load_rewards
-from opo_trl.rewards import LEAST_MEMORY, accuracy_reward, format_reward
+from opo_trl.rewards import accuracy_reward
 from opo_trl.rewards.errors import RewardError
-from opo_trl.rewards.scoring import IsolatedReward
+from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
 
 
 ROOTS = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
@@ -57,6 +57,7 @@ def none_alive(pids: list[int]) -> bool:
         ("allocate", 0, 1),
         ("raise", 0, 1),
         ("exit", 0, 1),
+        ("be killed", 0, 1),
         ("unscorable", 0, 0),
     ],
 )
@@ -69,29 +70,18 @@ def test_failure_costs_its_completion_and_no_other(by_fate, fate, timeouts, erro
     assert (by_fate.timeouts, by_fate.errors) == (0, 0)
 
 
-@pytest.mark.parametrize("fate", ["be killed", "crash"])
-def test_worker_that_dies_costs_one_completion(by_fate, fate):
-    assert score(by_fate, ["1", fate, "0", "0.5"]) == [1.0, None, 0.0, 0.5]
-    assert by_fate.errors + by_fate.timeouts == 1
-
-
 def test_warning_says_how_many_failed_and_why_in_one_line_that_no_terminal_obeys(by_fate, caplog):
-    score(by_fate, ["sleep", "raise what a terminal obeys", "raise", "1"])
-    assert "by_fate could not score 3 of 4 completions: 1 took longer than 2.0 seconds, 2 failed" in caplog.text
+    score(by_fate, ["raise what a terminal obeys", "raise", "1"])
+    assert "by_fate could not score 2 of 3 completions: 0 took longer than 2.0 seconds, 2 failed" in caplog.text
     assert r"ValueError: \x1b[2J\x00" in caplog.text
     assert len(caplog.messages[-1]) < 500
     assert caplog.messages[-1].isprintable()
 
 
-def test_columns_that_cannot_be_sent_are_errors(by_fate, caplog):
-    assert by_fate(["…"] * 2, fate=["1", "1"], lock=[threading.Lock(), 1]) == [None, 1.0]
-    assert "TypeError: cannot pickle '_thread.lock' object" in caplog.text
-
-
 def test_workers_that_keep_dying_are_all_replaced():
     reward = IsolatedReward(scorers.by_fate, workers=2)
-    assert score(reward, ["be killed", "1", "crash"] * 10) == [None, 1.0, None] * 10
-    assert reward.errors + reward.timeouts == 20
+    assert score(reward, ["be killed", "1", "crash"] * 3) == [None, 1.0, None] * 3
+    assert reward.errors + reward.timeouts == 6
     reward.close()
 
 
@@ -127,16 +117,6 @@ def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate, told):
     timer.start()
     assert score(by_fate, ["take a second"] * 4) == [1.0] * 4
     assert (by_fate.timeouts, by_fate.errors) == (0, 0)
-
-
-def test_idle_workers_may_be_killed():
-    reward = IsolatedReward(scorers.process_id, workers=2)
-    for _ in range(2):
-        for pid in {int(pid) for pid in reward(["…"] * 50)}:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.3)
-    assert None not in reward(["…"] * 4)
-    reward.close()
 
 
 # What it takes
@@ -224,11 +204,14 @@ def test_reward_that_is_no_longer_used_ends_its_workers():
 
 
 def test_scores_are_right_with_the_least_memory():
-    answers = [("0.5", r"\frac{1}{2}", 1.0), (r"\{2,1\}", r"\{1,2\}", 1.0), ("(x-1)(x+1)", "x^2-1", 1.0)]
-    cases = [(rf"So $\boxed{{{answer}}}$.", gold, verdict) for answer, gold, verdict in answers] * 8
-    completions, golds, verdicts = zip(*cases, *(rows[0] for rows in ADVERSARIAL.values()), strict=True)
-    # Many workers may share a slow processor, so the wall-clock limit must not decide.
-    reward = IsolatedReward(accuracy_reward, workers=8, timeout=300.0, memory=LEAST_MEMORY)
+    answers = [("0.5", r"\frac{1}{2}"), (r"\{2,1\}", r"\{1,2\}"), ("(x-1)(x+1)", "x^2-1")]
+    cases = [
+        *((rf"So $\boxed{{{answer}}}$.", gold, 1.0) for answer, gold in answers),
+        ADVERSARIAL["boxes in boxes"][0],
+    ]
+    completions, golds, verdicts = zip(*cases, strict=True)
+    # Workers may share a slow processor, so the wall-clock limit must not decide.
+    reward = IsolatedReward(accuracy_reward, workers=2, timeout=300.0, memory=LEAST_MEMORY)
     assert reward(completions, solution=golds) == list(verdicts)
     reward.close()
 
@@ -237,15 +220,12 @@ def test_scores_are_right_with_the_least_memory():
 def test_recipe_isolates_accuracy_reward_and_shares_the_workers_of_a_node(monkeypatch, processes, workers):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
     script = OPOScriptArguments(
-        dataset_name="…", reward_funcs=["accuracy_reward", "format_reward"], reward_timeout=9, reward_memory=1024
+        dataset_name="…", reward_funcs=["accuracy_reward", "think_format_reward"], reward_timeout=9, reward_memory=1024
     )
     isolated, plain = load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False))
     assert isolated.reward is accuracy_reward
     assert (isolated.workers, isolated.timeout, isolated.memory) == (workers, 9, 1024)
-    assert plain is format_reward
-
-
-def test_recipe_may_score_in_the_process_itself():
+    assert plain is think_format_reward
     script = OPOScriptArguments(dataset_name="…", reward_workers=0)
     assert load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False)) == [accuracy_reward]
 
@@ -282,13 +262,6 @@ def fated(tiny_model: str, tmp_path: Path, reward: IsolatedReward, fates: list[s
     arguments = {"reward_funcs": reward, "train_dataset": data}
     options = {"trainer_class": RecordingOPO, "max_steps": 4, "shuffle_dataset": False, **options}
     return make_trainer(tiny_model, tmp_path / "run", trainer_arguments=arguments, **options)
-
-
-def test_failures_are_summed_over_the_rollouts_of_a_log_entry(tiny_model, tmp_path, by_fate):
-    trainer = fated(tiny_model, tmp_path, by_fate, max_reward_failure_rate=0.5, logging_steps=2)
-    trainer.train()
-    entries = [(entry["reward/errors"], entry["reward/timeouts"]) for entry in logged(trainer)]
-    assert entries == [(4, 0), (0, 4)]
 
 
 def test_failures_that_become_too_many_end_the_run(tiny_model, tmp_path, by_fate):

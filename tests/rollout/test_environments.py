@@ -63,19 +63,6 @@ class Evaluating(TrainerCallback):
         assert evaluate(self.trainer, GAMES.select(range(4)), seed=state.global_step).scored == 4
 
 
-class Exiting(Guessing):
-    """Its tool exits, as code that a model writes may."""
-
-    def guess(self, number: int) -> str:
-        """
-        Guess the number.
-
-        Args:
-            number: your guess.
-        """
-        raise SystemExit(0)
-
-
 def found(completions, **columns) -> list[float]:
     assert "environments" not in columns
     return [float("right" in [message["content"] for message in turns]) for turns in completions]
@@ -108,15 +95,6 @@ def reference_of(trainer) -> Reference:
 def turns(mask: torch.Tensor) -> int:
     """How often the model begins to write, in a row of the mask of its tokens."""
     return int((mask[1:] > mask[:-1]).sum() + mask[0])
-
-
-# What fails
-
-
-def test_model_is_shown_that_a_tool_exits(player, tmp_path):
-    trainer = playing(player, tmp_path, train=False, environment=Exiting, reward_funcs=[messages])
-    result = evaluate(trainer, GAMES.select(range(2)))
-    assert "SystemExit: 0" in str(result.samples)
 
 
 # What is trained

@@ -7,7 +7,7 @@ A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of w
 operand and running result lies between 10 and 99, so that all problems of a level have the same length and no number
 needs a sign.
 
-The rows have the four columns of the MATH dataset (`problem`, `level`, `type`, `solution`). To print a few:
+To print a few:
 
     python -c "from opo_trl.data.arithmetic import make_problems as m; print(*m('test', ['Level 3'])[:3], sep='\\n')"
 """
@@ -38,6 +38,8 @@ def calculate(left: int, operator: str, right: int) -> int:
 
 def draw_problem(level: str, rng: random.Random) -> str:
     """Draw a problem such as `"47+38-16="`; the k-th of `LEVELS` has k operations."""
+    if level not in LEVELS:
+        raise ValueError(f"levels: {level!r} does not exist. Choose from {LEVELS}.")
     value = rng.randint(SMALLEST, LARGEST)
     problem = str(value)
     for _ in range(LEVELS.index(level) + 1):
@@ -67,39 +69,17 @@ def work_out(problem: str, calculator: Calculator = calculate) -> str:
 
 def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None = None) -> list[dict[str, str]]:
     """
-    Make the problems of a split, the same on every call and machine.
+    Make the problems of a split, the same on every call and machine, as rows such as
+    `{'problem': '14+28-19=', 'level': 'Level 2', 'solution': '42-19=23'}`.
 
-    Per level there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and no problem is in both.
-
-    Args:
-        split (`Literal["train", "test"]`), levels (`Iterable[str]`, *optional*):
-            The split, and the levels to include, in this order: `"Level 1"` to `"Level 5"`. All of them if `None`.
-
-    Returns:
-        `list[dict[str, str]]`: Rows such as `{'problem': '14+28-19=', 'level': 'Level 2', 'type': 'Mixed', 'solution':
-        '42-19=23'}`. The type may also be `'Addition'` or `'Subtraction'`.
-
-    Raises:
-        `ValueError`: if the split or a level is unknown.
+    Per level, in the order of `levels`, there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and
+    no problem is in both.
     """
-    levels = check_selection(split, levels, SPLIT_SIZES, LEVELS)
     return [
-        {"problem": problem, "level": level, "type": _problem_type(problem), "solution": work_out(problem)}
-        for level in levels
+        {"problem": problem, "level": level, "solution": work_out(problem)}
+        for level in (LEVELS if levels is None else levels)
         for problem in draw_split(split, level, partial(draw_problem, level), str, sizes=SPLIT_SIZES, seed=SEED)
     ]
-
-
-def check_selection(
-    split: str, levels: Iterable[str] | None, sizes: Mapping[str, int], known: Sequence[str]
-) -> list[str]:
-    """Levels to include: those given, or all known ones. A split or a level that is unknown raises a `ValueError`."""
-    if split not in sizes:
-        raise ValueError(f"split={split!r} does not exist. Use one of {list(sizes)}.")
-    levels = list(known if levels is None else levels)
-    if unknown := [level for level in levels if level not in known]:
-        raise ValueError(f"levels={unknown} do not exist. Choose from {list(known)}.")
-    return levels
 
 
 def draw_split(
@@ -116,6 +96,8 @@ def draw_split(
     Draw the problems of a split, with distinct texts, and none of those in `besides`. All splits come from one stream,
     so they are disjoint.
     """
+    if split not in sizes:
+        raise ValueError(f"split={split!r} does not exist. Use one of {list(sizes)}.")
     rng = random.Random(f"{seed}, {level}")
     distinct: dict[str, T] = {}
     while len(distinct) < sum(sizes.values()):
@@ -124,12 +106,6 @@ def draw_split(
             distinct.setdefault(text(problem), problem)
     problems = iter(distinct.values())  # training problems are drawn last, whatever their number
     return {name: list(islice(problems, sizes[name])) for name in reversed([*sizes])}[split]
-
-
-def _problem_type(problem: str) -> str:
-    if "-" not in problem:
-        return "Addition"
-    return "Mixed" if "+" in problem else "Subtraction"
 
 
 def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **kwargs: Any) -> list[float]:
