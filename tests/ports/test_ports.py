@@ -23,8 +23,6 @@ from trl.rewards import accuracy_reward
 from trl.scripts import grpo as trl_script
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrating.md"
-
 SUMS = [(f"{a} + {b} =", a + b) for a, b in ((1, 1), (2, 5), (9, 3), (4, 4), (7, 6), (8, 2), (3, 0), (5, 5))]
 
 
@@ -36,11 +34,6 @@ def ask(question: str, system: str | None = None) -> list[dict[str, str]]:
 def texts(completions: list[list[dict[str, str]]]) -> list[str]:
     assert all(message["role"] == "assistant" for messages in completions for message in messages)
     return [messages[0]["content"] for messages in completions]
-
-
-def vowels(completions, **kwargs) -> list[float]:
-    """A reward that a random model's completions differ in."""
-    return [float(sum(character in "aeiou0123456789" for character in c[0]["content"])) for c in completions]
 
 
 # 1. The quick start of TRL
