@@ -171,12 +171,10 @@ class OPOTrainer(GRPOTrainer):
     ):
         check_replaced()
         args = self._checked_args(model, args, quantized=quantization_config is not None)
-        not_recorded = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
-        if args.rollouts is not None:
-            train_dataset = recorded.dataset_for(args, train_dataset, not_recorded)
-            if not reward_funcs and recorded.has_rewards(train_dataset):
-                reward_funcs = recorded.recorded_reward
-        recorded.check_recordable(args, not_recorded, train_dataset)
+        writers = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
+        train_dataset = recorded.dataset_for(args, train_dataset, writers)
+        if args.rollouts is not None and not reward_funcs and recorded.has_rewards(train_dataset):
+            reward_funcs = recorded.recorded_reward
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
         with reference.given(model):

@@ -37,22 +37,28 @@ Rows = Sequence[Mapping[str, Any]]
 # Training on them
 
 
-def dataset_for(args: OPOConfig, given: Any, named: Mapping[str, Any]) -> Dataset:
+def dataset_for(args: OPOConfig, given: Any, named: Mapping[str, Any]) -> Any:
     """
-    The training dataset of a trainer with `rollouts`: what it was `given`, if that has been loaded by `load_rollouts`.
-    `named` are its other arguments, none of which may write completions.
+    The training dataset of a trainer: recorded rollouts if it has `rollouts`, or else what it was `given`. `named` are
+    its other arguments that write completions, or parts of them.
     """
-    if names := [name for name, value in named.items() if value]:
-        said = f"{names[0]} cannot be combined with rollouts={args.rollouts!r}: completions are recorded"
-        raise ValueError(f"{said}. Remove one of them.")
-    if given is None:
-        return load_rollouts(str(args.rollouts), args.num_generations)
-    if RECORDED not in (getattr(given, "column_names", None) or ()):
+    columns = {*(getattr(given, "column_names", None) or ())}
+    others = {**named, "rollouts": args.rollouts, "images": {"image", "images"} & columns, "rollout_func": None}
+    if args.save_rollouts and (found := [name for name, value in others.items() if value]):
+        said = f"save_rollouts=True cannot record {found[0]}: a row has a prompt, and a completion of the model alone"
+        raise ValueError(f"{said}. Remove `save_rollouts`.")
+    if args.rollouts is None and RECORDED in columns:
         raise ValueError(
-            f"train_dataset and rollouts={args.rollouts!r} are both given, but the prompts come with the rollouts. "
-            "Remove one of them."
+            "train_dataset holds recorded rollouts, but rollouts=None: the run would generate its own. Set `rollouts` "
+            "in the configuration to the file that they are from."
         )
-    return given
+    if args.rollouts is None:
+        return given
+    others = {**named, "train_dataset": given is not None and RECORDED not in columns}
+    if found := [name for name, value in others.items() if value]:
+        said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}, which bring prompts and completions"
+        raise ValueError(f"{said}. Remove one of them.")
+    return load_rollouts(args.rollouts, args.num_generations) if given is None else given
 
 
 def as_scored(dataset: Dataset) -> Dataset:
@@ -212,26 +218,6 @@ def _scored(
 
 
 # Recording
-
-
-def check_recordable(args: OPOConfig, named: Mapping[str, Any], dataset: Any) -> None:
-    """Check that what a trainer is asked to record, or to train on, are tokens of the model alone after a prompt."""
-    columns = {*(getattr(dataset, "column_names", None) or ())}
-    if args.rollouts is None and RECORDED in columns:
-        raise ValueError(
-            "train_dataset holds recorded rollouts, but rollouts=None: the run would generate its own. Set `rollouts` "
-            "in the configuration to the file that they are from."
-        )
-    others = {
-        "rollouts": args.rollouts is not None,
-        "images": {"image", "images"} & columns,
-        **{name: named.get(name) for name in ("tools", "environment_factory")},
-    }
-    if args.save_rollouts and (names := [name for name, given in others.items() if given]):
-        raise ValueError(
-            f"save_rollouts=True cannot record {names[0]}: a row has a prompt, and a completion that this run has "
-            "generated, as text. Remove `save_rollouts`."
-        )
 
 
 def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
