@@ -926,8 +926,6 @@ class OPOTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
     def _load_optimizer_and_scheduler(self, folder: str | None):
-        if folder is None or checkpoint.is_foreign(Path(folder)):
-            return super()._load_optimizer_and_scheduler(folder)
         # TRL reads its entropy controller from a file that it writes last of all, so a kill can cut it short.
         # `checkpoint.restore` has the same numbers.
         return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
@@ -935,10 +933,9 @@ class OPOTrainer(GRPOTrainer):
     @torch.no_grad()
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
-        if folder is None or checkpoint.is_foreign(Path(folder)):
-            return
-        checkpoint.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
-        if self.args.sync_ref_model:
+        if folder is not None:
+            checkpoint.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
+        if folder is not None and self.args.sync_ref_model:
             checkpoint.MovingReference(self).load(Path(folder))
 
 

@@ -6,9 +6,6 @@ A resumed run is bitwise identical to an uninterrupted one. The `trainer` of the
 
 A checkpoint is complete once it has `trainer_state.json`, which Transformers writes last, when every process has
 written its part. Older checkpoints are deleted only after that.
-
-Checkpoints of other trainers, and those saved with `save_only_model`, hold no rollout. Named by their path, they
-resume as in Transformers; they are never chosen automatically.
 """
 
 import json
@@ -39,8 +36,6 @@ CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_
 CONTENT = (DATA, SAMPLING, REWARDS, OBJECTIVE)
 
 FORMAT = 3  # of the state
-
-_NO_ROLLOUT = "it holds no rollout, as another trainer or `save_only_model` saved it"
 
 
 # Writing and reading
@@ -220,16 +215,14 @@ def settings(trainer: Any) -> dict[str, Any]:
     return json.loads(json.dumps(found, default=str))
 
 
-def check_resumable(trainer: Any, folder: str) -> dict[str, Any] | None:
+def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     """
     Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
-    only if it would make and cut them in the same way. Returns the state, `None` if it has none.
+    only if it would make and cut them in the same way. Returns this process's state.
 
     Raises:
         `ValueError`: another version saved the checkpoint, or a field differs, which is named.
     """
-    if is_foreign(Path(folder)):
-        return None
     args = trainer.args
     state = load_state(Path(folder), trainer.accelerator.process_index)
     if state.get("format") != FORMAT:
@@ -276,18 +269,15 @@ class MovingReference:
 # Which checkpoint a run resumes
 
 
-def is_foreign(folder: Path) -> bool:
-    """Whether another trainer, or `save_only_model`, saved a checkpoint, which then holds no rollout."""
-    return not any(folder.glob("rollout_state_*"))
-
-
 def fault(folder: Path) -> str | None:
     """Why a checkpoint cannot be resumed exactly; `None` if it is complete."""
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"it has no complete {TRAINER_STATE_NAME}, which is written last"
-    return _NO_ROLLOUT if is_foreign(folder) else None
+    if not any(folder.glob("rollout_state_*")):
+        return "it holds no rollout, as another trainer or `save_only_model` saved it: `model_name_or_path` takes it"
+    return None
 
 
 def last_complete(output_dir: str) -> str | None:
@@ -301,8 +291,8 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
 
     Args:
         wanted (`str` or `bool`, *optional*):
-            Folder of a checkpoint, complete or of another trainer; `"last"` or `True`: the last complete one of the
-            run in `output_dir`; `"auto"`: the same, but the run starts from the beginning if it has none.
+            Folder of a checkpoint; `"last"` or `True`: the last complete one of the run in `output_dir`; `"auto"`: the
+            same, but the run starts from the beginning if it has none.
 
     Raises:
         `ValueError`: the wanted checkpoint is not complete, or there is none.
@@ -314,12 +304,7 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     # As the main process sees them: on a network file system, another one may not see the same files yet.
     found = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]
     for folder, why in found:
-        if is_named and why == _NO_ROLLOUT:
-            logger.warning(
-                f"resume_from_checkpoint={wanted!r} is of another trainer, or of `save_only_model`: it holds no "
-                "rollout. Training resumes with what it holds at its optimizer step, and starts the rest afresh."
-            )
-        if why is None or (is_named and why == _NO_ROLLOUT):
+        if why is None:
             return str(folder)
         logger.warning(f"{folder} is skipped: {why}.")
     if wanted == "auto":

@@ -8,14 +8,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
-from helpers import DEVICE_FIELDS, USE_CPU
+from helpers import DEVICE_FIELDS
 from invariance.launch import launch, logs
-from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOTrainer, methods
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.data.arithmetic import base_model_path
 from opo_trl.launch.recipe import parse
 from opo_trl.train import main
 
@@ -177,23 +174,6 @@ def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_mod
     summary = read_json(tmp_path / "run" / "summary.json")
     assert summary["before"] == read_json(run / "summary.json")["before"]
     assert summary["after"].keys() == {"Level 4"}
-
-
-def test_checkpoint_of_another_trainer_can_be_resumed(tmp_path):
-    folder = tmp_path / "grpo"
-    options = {"use_cpu": USE_CPU, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
-    options |= {"max_steps": 1, "save_steps": 1, "logging_steps": 1, "max_completion_length": 4}
-    args = GRPOConfig(str(folder), num_generations=2, per_device_train_batch_size=2, **options)
-    data = Dataset.from_dict({"prompt": ["1+1=", "2+2="]})
-    theirs = GRPOTrainer(base_model_path(), lambda completions, **_: [1.0] * len(completions), args, data)
-    theirs.train()
-    theirs.save_model()
-    output = tmp_path / "opo"
-    short = {"max_steps": 2, "validation_steps": 2, "validation_size": 4, "report_size": 4, "save_strategy": "no"}
-    resume = {"resume_from_checkpoint": folder / "checkpoint-1", "output_dir": output, "overwrite": "false"}
-    assert main(arguments(ARITHMETIC, **short, **resume)) == 0
-    assert [row["step"] for row in read_lines(output / "log.jsonl") if "grad_norm" in row] == [2]
-    assert (folder / "checkpoint-1" / "model.safetensors").is_file()
 
 
 def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_aside(tmp_path):

@@ -24,7 +24,6 @@ from helpers import (
     trained,
     without_times,
 )
-from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from opo_trl.rewards.errors import RewardError
@@ -64,29 +63,12 @@ def test_which_checkpoint_is_resumed(copy: Path, caplog: pytest.LogCaptureFixtur
         resolve("last", str(copy / "none"))
 
 
-ADAM = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "learning_rate": 1e-3, "max_steps": 3}
-
-
-@pytest.mark.parametrize("kind", ["GRPOTrainer", "save_only_model"])
-def test_checkpoint_without_a_rollout_resumes_as_in_transformers(tiny_model: str, tmp_path: Path, kind: str, caplog):
-    with_optimizer = kind == "GRPOTrainer"
-    writer = {"trainer_class": RecordingGRPO} if with_optimizer else {"save_only_model": True}
-    trained(tiny_model, tmp_path / "first", **ADAM, save_strategy="steps", save_steps=2, **writer)
-    folder = tmp_path / "first" / "checkpoint-2"
-    with caplog.at_level(logging.WARNING):
-        assert resolve("auto", str(tmp_path / "first")) is None
-    assert "checkpoint-2 is skipped: it holds no rollout" in caplog.text
-    trainer = make_trainer(tiny_model, tmp_path / "second", **ADAM)
-    with caplog.at_level(logging.WARNING):
-        trainer.train(resume_from_checkpoint=str(folder))
-    (step,) = trainer.steps
-    kept = load_file(folder / "model.safetensors")
-    assert all(step.policy[name].equal(tensor) for name, tensor in kept.items())
-    moments = trainer.optimizer.state_dict()["state"]
-    assert {int(state["step"]) for state in moments.values()} == {3 if with_optimizer else 1}
-    assert logged(trainer)[-1]["step"] == 3
-    assert logged(trainer)[-1]["learning_rate"] == pytest.approx(1e-3 / 3 if with_optimizer else 1e-3)
-    assert "of another trainer, or of `save_only_model`: it holds no rollout" in caplog.text
+@pytest.mark.parametrize("options", [{"trainer_class": RecordingGRPO}, {"save_only_model": True}], ids=str)
+def test_checkpoint_without_a_rollout_is_rejected(tiny_model: str, tmp_path: Path, options: dict):
+    trained(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
+    assert resolve("auto", str(tmp_path)) is None
+    with pytest.raises(ValueError, match=r"it holds no rollout, as another trainer .*`model_name_or_path` takes it"):
+        resolve(str(tmp_path / "checkpoint-1"), str(tmp_path))
 
 
 def test_a_stream_is_resumed_in_any_of_its_passes(tiny_model: str, tmp_path: Path):
