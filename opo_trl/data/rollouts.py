@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 # Column of a dataset of groups: for each completion of a group, what differs from the others.
 RECORDED = "recorded"
 
-# Columns of a completion, and what they hold.
+# Columns of a row, and what they hold; there may be others, for the reward functions.
 KNOWN = {
+    "prompt": "text, or messages that each have a `role` and `content`",
     "completion": "text, or one message of the assistant with nothing but `content`",
     "completion_ids": "token ids, at least one",
     "logprobs": "for each of the tokens the logarithm of a probability, finite and at most 0",
@@ -43,7 +44,6 @@ KNOWN = {
     "temperature": "a number above 0",
     "reward": "a number, or null if it could not be scored",
 }
-_PROMPT = {"prompt": "text, or messages that each have a `role` and `content`"}
 
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
@@ -76,7 +76,7 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
         )
     if dropped := len(rows) - len(groups) * num_generations:
         logger.warning(f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over from groups.")
-    further = [name for name in names if name not in ("prompt", "group", *KNOWN)]
+    further = [name for name in names if name not in ("group", *KNOWN)]
     shared = [name for name in further if all(row[name] == group[0][name] for group in groups for row in group)]
     of_completion = [name for name in names if name not in ("prompt", "group", *shared)]
     return Dataset.from_list(
@@ -119,7 +119,7 @@ def _rows(source: str) -> list[dict[str, Any]]:
         raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
     for file, rows in parts.items():
         for number, row in enumerate(rows, 1):
-            for name, form in (_PROMPT | KNOWN).items():
+            for name, form in KNOWN.items():
                 if name in row and not _fits(name, row[name], row.get("completion_ids")):
                     said = f"rollouts={file!r}, row {number}: `{name}` is {row[name]!r:.60}"
                     raise ValueError(f"{said}. Write {form}.")

@@ -14,7 +14,6 @@ from helpers import (
     logged,
     make_trainer,
     relative_error,
-    snapshot,
     trained,
     without_times,
 )
@@ -46,21 +45,6 @@ def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path):
     assert [entry["opo/pass"] for entry in logged(trainer)] == [1, 1, 2, 2, 3, 3] * 2
     # The behaviour policy stays the one that wrote the rollout.
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 2, 3, 4, 5] * 2
-
-
-def test_zero_gradient_samples_are_skipped_before_the_policy_moves_and_only_then(tiny_model, tmp_path):
-    script = Script(rewards=[float(row % 3) if row < 8 else 1.0 for row in range(16)])
-    options = {"script": script, "max_steps": 4, "skip_inert_rows": True, **PASSES}
-    trainer = trained(tiny_model, tmp_path, **options)
-    skipped = [entry["opo/frac_skipped"] for entry in logged(trainer)]
-    assert skipped[0] > 0
-    assert skipped[1:] == [0, 0, 0]
-    every = trained(
-        tiny_model, tmp_path, **{**options, "script": Script(rewards=script.rewards), "skip_inert_rows": False}
-    )
-    one, other = snapshot(trainer.model), snapshot(every.model)
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6)
 
 
 def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_model, tmp_path):
