@@ -1,7 +1,7 @@
 """
 From problems to the prompts that the trainer takes.
 
-Unusable rows are never dropped silently: a warning counts and names them.
+Unusable rows are never dropped silently: a warning counts them.
 """
 
 import logging
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 Style = Literal["chat", "plain"]
-
-_MAX_NAMED = 10
 
 
 def is_chat(prompt: Any) -> bool:
@@ -50,23 +48,20 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     """
     if style not in ("chat", "plain"):
         raise ValueError(f"style={style!r} must be 'chat' or 'plain'.")
-    rows, unusable = [], []
+    rows, unusable = [], {}
     scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym
     in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])
-    for row in dataset:
+    for index, row in enumerate(dataset):
         problem, answer = row.pop("problem"), row["solution"]
         if not scored_elsewhere and isinstance(answer, str) and (in_boxes or find_boxes(answer)):
             answer = final_answer(answer)
         has_answer = scored_elsewhere or (isinstance(answer, str) and answer.strip())
-        if not (isinstance(problem, str) and problem.strip() and has_answer):
-            unusable.append(shown(problem))
-            continue
-        asked = [{"role": "user", "content": "\n\n".join(filter(None, (problem, instruction)))}]
-        rows.append({**row, "prompt": problem if style == "plain" else asked, "solution": answer})
-    what = "have no text as problem, or no final answer"
-    if not rows:
-        raise ValueError(f"dataset: all {len(dataset)} rows {what} in {style=}. Use other data, or map its columns.")
-    _warn_of_dropped(unusable, len(dataset), what)
+        if isinstance(problem, str) and problem.strip() and has_answer:
+            asked = [{"role": "user", "content": "\n\n".join(filter(None, (problem, instruction)))}]
+            rows.append({**row, "prompt": problem if style == "plain" else asked, "solution": answer})
+        else:
+            unusable[index] = shown(problem)
+    _without(dataset, unusable, "have no text as problem, or no final answer")
     return Dataset.from_list(rows)
 
 
@@ -78,7 +73,7 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     name = "problem" if "problem" in training.column_names else "prompt"
     seen = {without_space(problem) for problem in training[name]}
     overlap = {i: shown(text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
-    return _drop(held_out, overlap, "of the held-out set are in the training set", "dataset_test_split")
+    return _without(held_out, overlap, "of the held-out set are in the training set")
 
 
 def without_space(problem: Any) -> str:
@@ -123,23 +118,19 @@ def drop_long_prompts(
     prompts: list[Any] = list(dataset["prompt"])
     lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
     too_long = {i: f"{shown(prompts[i])}: {n} tokens" for i, n in enumerate(lengths) if n > max_prompt_length}
-    return _drop(dataset, too_long, f"are longer than {max_prompt_length=} tokens", "max_prompt_length")
+    return _without(dataset, too_long, f"are longer than {max_prompt_length=} tokens")
 
 
-def _drop(dataset: Dataset, dropped: dict[int, str], what: str, field: str) -> Dataset:
-    if len(dropped) == len(dataset):
-        raise ValueError(f"{field}: all {len(dataset)} rows {what}. Change `{field}` or the data.")
-    _warn_of_dropped([*dropped.values()], len(dataset), what)
+def _without(dataset: Dataset, dropped: dict[int, str], what: str) -> Dataset:
+    """The other rows. A warning counts those that are dropped and shows the first; if none is left, an error does."""
+    if dropped:
+        said = f"{len(dropped)} of {len(dataset)} rows {what}, the first {next(iter(dropped.values()))}"
+        if len(dropped) == len(dataset):
+            raise ValueError(f"{said}. None is left: change the data, the limit or the split.")
+        logger.warning("%s. They are dropped.", said)
     return dataset.select([index for index in range(len(dataset)) if index not in dropped])
 
 
 def shown(prompt: Any) -> str:
     """A prompt or problem in a message: its row is no longer that of a file once rows are selected or shuffled."""
     return repr(str(prompt[-1].get("content") if is_chat(prompt) else prompt)[:60])
-
-
-def _warn_of_dropped(named: list[str], total: int, what: str) -> None:
-    if named:
-        more = [f"and {len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else []
-        lines = "\n".join(f"  {line}" for line in named[:_MAX_NAMED] + more)
-        logger.warning("%d of %d rows %s and are dropped:\n%s", len(named), total, what, lines)

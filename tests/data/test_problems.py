@@ -215,7 +215,8 @@ class TestNames:
             load_problems("arithmetic", settings={"size": 5})
 
 
-def test_math_has_its_levels(math: str):
+def test_math_has_its_levels(shared_data: Path):
+    math = str(shared_data / "math")
     train, test = (Counter(load_problems(math, split=split)["level"]) for split in ("train", "test"))
     assert [train[f"Level {level}"] for level in "12345?"] == [564, 1348, 1592, 1690, 2304, 2]
     assert [test[f"Level {level}"] for level in "12345?"] == [437, 894, 1131, 1214, 1324, 0]

@@ -1,6 +1,7 @@
 """From problems to prompts: formats, unusable rows, overlap, and long prompts."""
 
 import logging
+from pathlib import Path
 
 import datasets
 import pytest
@@ -33,13 +34,11 @@ class TestPrompts:
 
     def test_unusable_rows_are_counted_and_named(self, caplog: pytest.LogCaptureFixture):
         bad = [("empty box", r"\boxed{}"), ("no box", "1"), ("  ", r"\boxed{1}"), ("no solution", None)]
-        assert len(to_prompts(make(("fine", r"\boxed{1}"), *bad, *((f"bad {i}", "1") for i in range(20))))) == 1
+        assert len(to_prompts(make(("fine", r"\boxed{1}"), *bad))) == 1
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        lines = caplog.records[0].getMessage().splitlines()
-        assert lines[0].startswith("24 of 25 rows have no text as problem, or no final answer")
-        assert lines[1:5] == ["  'empty box'", "  'no box'", "  '  '", "  'no solution'"]
-        assert (len(lines), lines[-1]) == (12, "  and 14 more")
-        with pytest.raises(ValueError, match=r"all 1 rows have no text as problem, or no final answer"):
+        said = "4 of 5 rows have no text as problem, or no final answer, the first 'empty box'. They are dropped."
+        assert said in caplog.text
+        with pytest.raises(ValueError, match=r"1 of 1 rows have no text as problem.* None is left"):
             to_prompts(make(("47+1=", "\\boxed{}")))
 
     @pytest.mark.parametrize("style", ["chat", "plain"])
@@ -51,9 +50,8 @@ def test_overlap_is_dropped_ignoring_white_space(caplog: pytest.LogCaptureFixtur
     training = make(("What is\n$1 +  1$?", "2"), ("Other", "1"))
     held_out = make(("New", "1"), ("What is $1 + 1$? ", "2"), ("what is $1 + 1$?", "2"))
     assert without_overlap(held_out, training)["problem"][:] == ["New", "what is $1 + 1$?"]
-    assert "1 of 3 rows of the held-out set are in the training set" in caplog.text
-    assert "  'What is $1 + 1$? '\n" in caplog.text
-    with pytest.raises(ValueError, match=r"dataset_test_split: all 1 rows .* Change `dataset_test_split`"):
+    assert "1 of 3 rows of the held-out set are in the training set, the first 'What is $1 + 1$? '" in caplog.text
+    with pytest.raises(ValueError, match=r"1 of 1 rows of the held-out set"):
         without_overlap(make(("a", "1")), make((" a", "1")))
 
 
@@ -68,8 +66,7 @@ class TestLongPrompts:
         assert not caplog.records
         assert len(drop_long_prompts(prompts, tokenizer, frame + 5)) == 1
         assert f"1 of 2 rows are longer than max_prompt_length={frame + 5} tokens" in caplog.text
-        assert "  'abcdef" in caplog.text
-        with pytest.raises(ValueError, match="max_prompt_length: all 2 rows"):
+        with pytest.raises(ValueError, match="2 of 2 rows are longer than max_prompt_length=1 tokens"):
             drop_long_prompts(prompts, tokenizer, 1)
 
     def test_template_arguments_change_the_length(self):
@@ -81,10 +78,11 @@ class TestLongPrompts:
         assert len(drop_long_prompts(prompts, tokenizer, length, {"prefix": "x"})) == 1
 
 
-def test_usable_rows_of_math(math: str, caplog: pytest.LogCaptureFixture):
+def test_usable_rows_of_math(shared_data: Path, caplog: pytest.LogCaptureFixture):
+    math = str(shared_data / "math")
     assert len(to_prompts(load_problems(math, split="test"))) == 5000
     assert not caplog.records
     assert len(to_prompts(load_problems(math, levels=["Level 5"]))) == 2302
-    assert caplog.records[0].getMessage().startswith("2 of 2304 rows have no text as problem, or no final answer")
+    assert "2 of 2304 rows have no text as problem, or no final answer" in caplog.text
     train, test = (load_problems(math, split=split, levels=["Level 4"]) for split in ("train", "test"))
     assert len(without_overlap(test, train)) == 1213

@@ -170,7 +170,7 @@ DATA = [
     Case("unknown level", ["levels=['Level 9']", KNOWN_LEVELS], {"levels": ["Level 9"]}),
     Case(
         "every prompt too long",
-        ["max_prompt_length", "all 8 rows", "Change `max_prompt_length`"],
+        ["8 of 8 rows are longer than max_prompt_length=", "change the data, the limit"],
         {"max_prompt_length": 1},
     ),
 ]
