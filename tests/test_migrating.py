@@ -8,7 +8,6 @@ import pytest
 import yaml
 from datasets import Dataset
 from helpers import USE_CPU
-from tiny import make_tokenizer
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -20,7 +19,7 @@ from opo_trl.train import main
 
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
-LIBRARIES = ["verl", "open-r1", "Unsloth"]
+LIBRARIES = ["verl", "Unsloth"]
 FIELDS = {
     field.name
     for kind in (OPOConfig, OPOConfig, AsyncOPOConfig, OPOScriptArguments, ModelConfig)
@@ -134,44 +133,6 @@ def test_parquet_files_and_rewards_of_verl_train_as_they_are(tiny_model, tmp_pat
     conversation = [[{"role": "assistant", "content": text}] for text in ("so 1", "so 1")]
     assert reward(conversation, prompts=[], completion_ids=[], **columns) == [1.0, 0.0]
     assert reward(["1", "2 "], **columns) == [1.0, 1.0]
-
-
-# open-r1
-
-
-def test_recipe_of_open_r1_can_be_read(tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(blocks("open-r1", "yaml")[0])
-    fields = read(["--config", str(recipe)])
-    settings = fields.values
-    assert fields.trainer == "opo"
-    steps = settings["steps_per_generation"] / settings["gradient_accumulation_steps"]
-    assert steps == 4  # as its comment says
-    # bfloat16 needs a GPU, which CI lacks.
-    script, args, model, _ = parse(["--config", str(recipe), "--bf16", "false", "--use_cpu", "true"])
-    assert (script.prompt_style, args.warmup_steps, model.dtype) == ("dataset", 0.1, "bfloat16")
-
-
-def test_prompts_of_open_r1_are_saved_as_messages(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("openr1_math").mkdir()
-    source = blocks("open-r1", "python")[0]
-    call = 'load_dataset("open-r1/OpenR1-Math-220k", split="train")'
-    assert source.count(call) == 1
-    problems = Dataset.from_list([{"problem": "1+1?", "solution": r"\boxed{2}", "messages": "not kept"}])
-    exec(source.replace(call, "problems"), {"problems": problems})
-    (row,) = Dataset.from_parquet("openr1_math/train.parquet", cache_dir=str(tmp_path))
-    assert row.keys() == {"prompt", "solution"}
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert make_tokenizer().apply_chat_template(row["prompt"], tokenize=False).count("<|im_start|>") == 2
-
-
-def test_factory_of_a_reward_is_written_out(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("my_cosine.py").write_text(blocks("open-r1", "python")[1])
-    reward = load_reward("my_cosine.cosine_reward")
-    completions = [[{"role": "assistant", "content": text}] for text in ("2", "2" * 1000, "3")]
-    assert reward(completions, solution=["2"] * 3) == pytest.approx([1.0, 0.5, 0.0], abs=1e-3)
 
 
 # Unsloth
