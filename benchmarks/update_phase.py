@@ -107,8 +107,8 @@ def work(tokens: dict[str, int]) -> int:
     return tokens["forward padded"] + 3 * tokens["gradient padded"]
 
 
-def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
-    """Tokens, bytes and seconds of a phase of GRPOTrainer and of each variant, with its ratios to GRPOTrainer."""
+def make_trainers(case: Case) -> dict[str, Any]:
+    """GRPOTrainer and OPOTrainer in each variant, on the rollout of the case."""
     shape = small_qwen3(case.width)
     rollout = draw_rollout(
         case.lengths,
@@ -120,13 +120,23 @@ def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
     )
     options = {"rows": ROWS, "steps": case.steps}
     trainers = {"GRPOTrainer": make_trainer("GRPO", shape, rollout, **options)}
-    trainers |= {name: make_trainer("OPO", shape, rollout, **options, **own) for name, own in VARIANTS.items()}
-    result: dict[str, dict[str, Any]] = {}
-    for name, trainer in trainers.items():
-        phase(trainer)  # creates the moments, and looks once whether padding changes log-probabilities
-        with counted_passes(trainer.model) as passes:
-            phase(trainer)
-        result[name] = {"tokens": count_tokens(passes), "bytes": allocated_peak(trainer)}
+    return trainers | {name: make_trainer("OPO", shape, rollout, **options, **own) for name, own in VARIANTS.items()}
+
+
+def tokens_of(trainer: Any) -> dict[str, int]:
+    """The tokens of a phase after the first, which creates the moments, and looks whether padding changes values."""
+    phase(trainer)
+    with counted_passes(trainer.model) as passes:
+        phase(trainer)
+    return count_tokens(passes)
+
+
+def measure(case: Case, repeats: int) -> dict[str, dict[str, Any]]:
+    """Tokens, bytes and seconds of a phase of GRPOTrainer and of each variant, with its ratios to GRPOTrainer."""
+    trainers = make_trainers(case)
+    result: dict[str, dict[str, Any]] = {
+        name: {"tokens": tokens_of(trainer), "bytes": allocated_peak(trainer)} for name, trainer in trainers.items()
+    }
     seconds = take_turns(trainers, repeats)
     theirs = result["GRPOTrainer"]
     for name, own in result.items():

@@ -1,14 +1,13 @@
 """The confirmation of bounds: its forms, what it runs next, its rule and its page."""
 
 from dataclasses import asdict
-from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import bounds
-from benchmarks.bounds import ARMS, CANDIDATES, DECIDING, REFERENCES, REGIMES, Run
+from benchmarks.bounds import ARMS, CANDIDATES, REFERENCES, REGIMES, Run
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import Groups, Samples
 
@@ -89,31 +88,3 @@ def test_a_form_passes_that_is_nowhere_behind_and_somewhere_ahead_of_each():
     fallen = reached(**ahead)
     fallen["form", "fresh"] -= 6
     assert bounds.passes(fallen, "form") == (False, True)
-
-
-def test_simulation_is_that_of_the_plan():
-    """With few trials, so only roughly."""
-    assert 0.55 < bounds.simulate(4, 0, 60) < 0.9
-    assert bounds.simulate(0, 0, 40) < 0.1
-
-
-def test_page_decides_when_all_is_finished():
-    found: dict = {}
-    for arm, regime in bounds.cells():
-        while missing := bounds.explored(arm, regime, found)[0]:
-            found |= {run: measured(run, bounds.LOWEST_RATE[regime] * 4) | {"greedy": 0.9} for run in missing}
-        for run in bounds.reports(arm, regime, found):
-            behind = 0.08 * ((arm, regime) in {("TOPR", "lag"), ("truncated REINFORCE", "few"), ("OPO", "many")})
-            behind += 0.1 * (arm == "(0, 2, 0, 2), hinge" and regime == "few")
-            line = measured(run, run.learning_rate)
-            found[run] = line | {
-                "sampled": line["sampled"] - behind - crc32(repr(run).encode()) % 100 / 1e4,
-                "greedy": 0.9,
-            }
-    page = bounds.page(found)
-    assert "**(1, 2, 0, 1)** wins." in page or "**(1, 2, 0, 2)** wins." in page  # the simplest of those that are level
-    row = next(line for line in page.partition("## The decision")[2].splitlines() if "(0, 2, 0, 2), hinge" in line)
-    assert " no " in row
-    del found[bounds.reports("OPO", "largest", found)[-1]]
-    assert "## The decision" not in bounds.page(found)
-    assert set(DECIDING) <= {line.split(" | ")[0][2:] for line in page.splitlines() if line.startswith("| ")}

@@ -1,67 +1,39 @@
-"""`python -m benchmarks.compare`: runs of recipes over seeds, and the report on them."""
+"""`python -m benchmarks.compare`: the report on runs of recipes over seeds."""
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import yaml
-from helpers import DEVICE_FIELDS
 
 from benchmarks.compare import curves
 from benchmarks.compare.__main__ import main
+from benchmarks.compare.measures import final, reward
+from benchmarks.compare.runs import read_run
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 
 
-ROOT = Path(__file__).resolve().parents[2]
-SHORT = {
-    "max_steps": 12,
-    "per_device_train_batch_size": 24,
-    "validation_size": 8,
-    "validation_steps": 4,
-    "report_size": 8,
-    "save_strategy": "no",
-    **DEVICE_FIELDS,
-}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The run of a recipe, beside another recipe that cannot be run."""
-    folder = tmp_path_factory.mktemp("runs")
-    recipe = yaml.safe_load((ROOT / "recipes" / "arithmetic" / "opo.yaml").read_text())
-    (folder / "opo.yaml").write_text(yaml.safe_dump({**recipe, **SHORT}))
-    (folder / "broken.yaml").write_text(yaml.safe_dump({**recipe, **SHORT, "model_name_or_path": "./absent"}))
-    recipes = [str(folder / name) for name in ("opo.yaml", "broken.yaml")]
-    command = [sys.executable, "-m", "benchmarks.compare", *recipes, "--seeds", "1", "--output", str(folder / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert done.returncode == 1, done.stderr
-    assert "broken, seed 1 failed" in done.stderr
-    assert "1 of 2 runs failed" in done.stderr
-    return folder / "out" / "runs" / "opo" / "seed-1"
+RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "evidence" / "experiment2" / "opo" / "seed-1"
 
 
 @pytest.fixture
-def runs(run, tmp_path):
-    """Copies of the real run as three seeds of two methods; the second has 0.1, 0.2 and 0.3 more reward."""
+def runs(tmp_path):
+    """Copies of a committed run as three seeds of two methods; the second has 0.1, 0.2 and 0.3 more reward."""
     for label in ("grpo", "opo"):
         for seed in (1, 2, 3):
             better = {"reward": seed / 10, "settings": {"learning_rate": 1e-4}} if label == "opo" else {}
-            copy_run(run, tmp_path / "runs" / label / f"seed-{seed}", seed=seed, **better)
+            copy_run(tmp_path / "runs" / label / f"seed-{seed}", seed=seed, **better)
     return tmp_path / "runs"
 
 
-def copy_run(run: Path, folder: Path, *, seed: int, reward: float = 0.0, settings: dict | None = None) -> Path:
-    """Copy a run without its model, adding `reward` to every reward."""
+def copy_run(folder: Path, *, seed: int, reward: float = 0.0, settings: dict | None = None) -> Path:
+    """Copy the run, adding `reward` to every reward."""
     folder.mkdir(parents=True)
     for name in ("recipe.yaml", "environment.json", "summary.json"):
-        shutil.copy(run / name, folder)
-    write_json(folder / "settings.json", {**read_json(run / "settings.json"), **(settings or {}), "seed": seed})
+        shutil.copy(RUN / name, folder)
+    write_json(folder / "settings.json", {**read_json(RUN / "settings.json"), **(settings or {}), "seed": seed})
     key = "rewards/arithmetic_reward/mean"
-    rows = [row | ({key: row[key] + reward} if key in row else {}) for row in read_lines(run / "log.jsonl")]
+    rows = [row | ({key: row[key] + reward} if key in row else {}) for row in read_lines(RUN / "log.jsonl.gz")]
     append_lines(folder / "log.jsonl", rows)
     return folder
 
@@ -90,8 +62,8 @@ def one_figure(monkeypatch):
 
 def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
     report = report_of(tmp_path, runs)
-    log = read_lines(runs / "grpo" / "seed-1" / "log.jsonl")
-    base = np.mean([row["rewards/arithmetic_reward/mean"] for row in log if "reward" in row])
+    grpo = read_run(runs / "grpo" / "seed-1")
+    base = final(reward(grpo), grpo)
     assert report.startswith("# Comparison: grpo, opo\n")
     # Differences 0.1, 0.2, 0.3: t = 4.3027 with 2 degrees of freedom, standard error 0.1/√3.
     mean, half = base + 0.2, 4.302653 * 0.1 / 3**0.5
@@ -130,7 +102,6 @@ def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
     ("field", "value"),
     [
         ("dataset_name", "other/data"),
-        ("max_steps", 13),
         ("temperature", 0.7),
         ("chat_template_kwargs", {"enable_thinking": False}),
     ],

@@ -4,7 +4,6 @@ The GPU benchmarks, on a CPU: the loop of recorded completions, resuming, and ti
 
 import json
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -93,37 +92,6 @@ def test_first_gradients_are_those_of_opo_trainer(bench, tiny_model, tmp_path, f
             assert (parameter.grad.cpu() - expected).norm() <= tolerance * expected.norm(), name
 
 
-def test_hinge_and_bounds():
-    moved = torch.tensor([-1.0, 0.0, 1.0])
-    still, push = torch.zeros(3), torch.ones(3)
-    solved = torch.tensor([True, True, True])
-    hinge = recorded.FORMS["TR, hinge"].force(moved, still, solved)
-    assert hinge.tolist() == pytest.approx([1 - torch.e**-1, 0.0, 0.0])
-    assert not recorded.FORMS["TR, hinge"].force(moved, still, ~solved).any()
-    force = recorded.FORMS["(1, 2, 0, 1)"].force
-    assert force(moved, push, ~solved).tolist() == pytest.approx([1.0, 1.0, 2.0])
-    assert force(moved, -push, ~solved).tolist() == pytest.approx([-(torch.e**-1), -1.0, -1.0])
-
-
-def test_schedule_passes_four_times_over_all_or_over_each_step_in_a_row():
-    many, few = (recorded.schedule(regime, 6, 2, seed=1) for regime in ("many", "few"))
-    assert [sorted(chain(*many[i : i + 3])) for i in range(0, 12, 3)] == [[*range(6)]] * 4
-    assert many[:3] != many[3:6]
-    assert [few[i : i + 4] for i in range(0, 12, 4)] == [[few[i]] * 4 for i in range(0, 12, 4)]
-    assert sorted(few[0] + few[4] + few[8]) == [*range(6)]
-
-
-def test_rates_are_chosen_by_the_trials_and_reports_are_missing_by_seed():
-    size = recorded.SIZES["quarter"]
-    trials = recorded.missing(size, {})
-    assert len(trials) == 7 * 4 * 2
-    found = {run: {"sampled": 0.5 - abs(run.rate - 1e-5) * 1e3} for run in trials}
-    assert recorded.missing(size, dict(list(found.items())[:-1])) == trials[-1:]
-    reports = recorded.missing(size, found)
-    assert {run.rate for run in reports} == {1e-5}
-    assert [run.seed for run in reports] == [seed for seed in size.seeds for _ in recorded.FORMS]
-
-
 def test_recorded_loop_runs_to_its_end_and_resumes(tiny_model, tmp_path, monkeypatch, capsys):
     argv = ["--output", str(tmp_path), "--model", tiny_model, "--size", "tiny", "--jobs", "1"]
     made, run = [], recorded.Bench.run
@@ -181,27 +149,6 @@ def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys
     assert {"command", "date", "device", "versions"} <= results.keys()
     with pytest.raises(ValueError, match=r"settings=\{'rows': 8\}.*Choose another output"):
         measure_missing(file, {"rows": 4}, cases, Limit(60))
-
-
-def test_case_in_which_the_process_ends_is_tried_again_after_the_others(tmp_path):
-    measured, file = [], tmp_path / "results.json"
-    cases = {name: lambda name=name: measured.append(name) for name in ("a", "b")}
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measure_missing(file, {}, {"a": interrupted}, Limit(60))
-    assert json.loads(file.read_text())["failed"] == {"a": "did not end"}
-    assert measure_missing(file, {}, cases, Limit(60))["failed"] == {}
-    assert measured == ["b", "a"]
-
-
-def test_first_case_starts_only_if_its_estimate_fits(tmp_path):
-    file = tmp_path / "results.json"
-    assert measure_missing(file, {}, {"a": lambda: 1}, Limit(60), first=61)["cases"] == {}
-    assert not file.exists()
-    assert measure_missing(file, {}, {"a": lambda: 1}, Limit(60), first=59)["cases"] == {"a": 1}
 
 
 @pytest.mark.slow

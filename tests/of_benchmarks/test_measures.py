@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.compare.curves import CURVES, _points, band, on_common_grid
-from benchmarks.compare.measures import Comparison, completions, first_step_at, reward, seconds, smooth, wall_time
+from benchmarks.compare.measures import Comparison
 from benchmarks.compare.report import _estimate, number
 from benchmarks.compare.runs import Run, by_label
 
@@ -30,13 +29,6 @@ def test_final_reward_is_the_mean_of_the_last_twenty_steps():
     assert values["mean reward"] == pytest.approx(10 * 0.5 / 30)
 
 
-def test_reward_of_another_name_than_its_path_is_found():
-    """TRL logs an object by the name of its function or class."""
-    run = make_run(rewards([0.5] * 3))
-    run.settings["reward_funcs"] = ["my.isolated", "my.shape"]
-    assert reward(run) == [(1, 0.5), (2, 0.5), (3, 0.5)]
-
-
 def test_steps_to_80_percent_are_counted_from_the_base_model_to_the_best_final_reward():
     slow, fast = np.linspace(0.2, 0.7, 101), np.clip(np.linspace(0.2, 1.7, 101), 0, 1.0)
     result = measured(make_run(rewards(slow), "slow"), make_run(rewards(fast), "fast"))
@@ -52,27 +44,6 @@ def test_steps_that_some_seeds_never_reach_have_no_mean():
     result = measured(make_run(rewards(np.linspace(0.2, 0.9, 101))), flat)
     assert result.estimate("opo", "steps to 80 %") is None
     assert _estimate(result, "opo", "steps to 80 %") == "– (1 of 2 seeds)"
-
-
-def test_nothing_is_reached_where_nothing_was_learned():
-    result = measured(make_run(rewards(np.linspace(0.5, 0.3, 40))))
-    assert result.values["opo, seed 1"]["steps to 80 %"] is None
-
-
-def test_first_step_at_waits_for_a_full_window():
-    assert first_step_at(0.5, rewards_points([1.0] * 12)) == 10
-    assert first_step_at(0.5, rewards_points([1.0] * 9)) is None
-
-
-def rewards_points(values):
-    return reward(make_run(rewards(values)))
-
-
-def test_completions_are_logged_or_computed_from_the_settings():
-    rows = rewards([0.1, 0.2, 0.3], every=2)
-    assert completions(make_run(rows)) == [(1, 48), (3, 96), (5, 144)]
-    rows[1]["completions/generated"] = 192
-    assert completions(make_run(rows))[1] == (3, 192)
 
 
 def budgeted(passes: int, rollouts: int, label: str) -> Run:
@@ -103,58 +74,6 @@ def test_runs_with_a_budget_of_completions_are_measured_over_completions():
     assert "steps to 80 %" not in first
     cost = found.tables()["Cost"]
     assert cost == ["completions to 80 %", "completions"]
-
-
-def test_curves_over_completions_have_one_point_per_rollout():
-    curves = {curve.name: curve for curve in CURVES}
-    run = budgeted(2, 3, "twice")
-    assert _points(curves["entropy"], run) == [(48, 2.0), (96, 2.0), (144, 2.0)]
-    run.log.insert(0, {"step": 0, "validation/accuracy": 0.2})
-    run.log.insert(3, {"step": 2, "validation/accuracy": 0.3})
-    run.log.insert(6, {"step": 4, "validation/accuracy": 0.4})
-    assert _points(curves["validation"], run) == [(0, 0.2), (48, 0.4), (144, 0.9)]
-
-
-def test_seconds_count_every_step_since_the_last_entry():
-    rows = [{"step": 1, "step_time": 2.0}, {"step": 4, "step_time": 1.0}]
-    assert seconds(make_run(rows)) == [(1, 2.0), (4, 5.0)]
-    assert wall_time(make_run(rows, train_seconds=7.0)) == 7.0
-    assert wall_time(make_run(rows, train_seconds=1.5)) == 5.0  # resumed: `train_seconds` is that of its last part
-
-
-def test_efficiency_is_averaged_over_the_steps_that_define_it():
-    key = "opo/gradient_response_efficiency"
-    rows = [*rewards([0.5, 0.5]), {"step": 1, key: 2.0}, {"step": 2, key: float("nan")}, {"step": 2, "grad_norm": 1}]
-    assert measured(make_run(rows)).values["opo, seed 1"]["gradient response efficiency"] == 2.0
-
-
-def test_non_finite_gradient_norm_is_kept():
-    run = make_run([*rewards([0.5] * 3), {"step": 3, "grad_norm": float("nan")}])
-    value = measured(run).values[run.name]["gradient norm"]
-    assert number(value, "gradient norm") == "not finite"
-
-
-def test_smoothing_trails():
-    assert smooth([1.0, 2.0, 3.0]) == pytest.approx([1.0, 1.5, 2.0])
-    assert smooth([0.0] * 10 + [1.0] * 10)[-1] == 1.0
-
-
-def test_curves_share_a_grid_that_no_run_is_extrapolated_to():
-    x, values = on_common_grid([[(0, 0.0), (4, 4.0)], [(1, 1.0), (2, 0.0), (6, 4.0)]], smoothed=False)
-    assert list(x) == [1, 2, 4]
-    assert values == pytest.approx(np.array([[1, 2, 4], [1, 0, 2]]))
-
-
-def test_band_is_the_t_interval_from_three_seeds_on():
-    low, high = band(np.array([[1.0], [2.0], [3.0]]))
-    assert (low[0], high[0]) == pytest.approx((2 - 4.3027 / 3**0.5, 2 + 4.3027 / 3**0.5), abs=1e-4)
-    low, high = band(np.array([[1.0], [3.0]]))
-    assert (low[0], high[0]) == (1.0, 3.0)
-
-
-def test_runs_without_a_common_range_have_no_band():
-    x, values = on_common_grid([[(1, 0.1)], [(2, 0.2)], [(3, 0.3)]], smoothed=False)
-    assert [len(x), *map(len, band(values))] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,3 @@ def test_stages_follow_the_plan():
             found[run] = {"sampled": 0.5 + (run.learning_rate == 5e-5) - 0.1 * run.epochs - lost}
     assert stages == [(8, {411}, {True}), (6, {412, 413}, {True}), (10, set(offline.SEEDS), {False})]
     assert offline.stages("arithmetic", "SFT").chosen(found) == (5e-5, 4)
-
-
-def test_committed_page_is_that_of_the_committed_runs():
-    assert offline.RECORD.with_suffix(".md").read_text() == offline.page(offline.read(offline.Run, offline.RECORD))

@@ -1,12 +1,10 @@
-"""The comparison on a pretrained model: what a run is asked for, and what the page says of the results."""
-
-from dataclasses import asdict
+"""The comparison on a pretrained model: what a run is asked for."""
 
 import pytest
 
 from benchmarks import real_model
 from benchmarks.objectives import published
-from benchmarks.real_model import METHODS, SEEDS, TASKS, Run, stages
+from benchmarks.real_model import METHODS, TASKS, Run
 from opo_trl.launch.recipe import parse
 from opo_trl.objectives import objective_named
 
@@ -42,28 +40,3 @@ def test_objectives_are_the_packages_and_those_of_the_ablation(tmp_path):
         objective = objective_named(loss)
         assert issubclass(objective, getattr(published, name))
         assert objective.low == objective.high == recipe.epsilon
-
-
-def test_page_has_complete_tasks_and_marks_what_remains():
-    """GRPO is behind by much, GSPO by little; a task with a missing run is left out."""
-    behind, found = {"GRPO": 0.2, "GSPO": 0.001}, {}
-    for task in TASKS:
-        for name in METHODS:
-            while runs := stages(name, task).next_runs(found):
-                for run in runs:
-                    over_run = (
-                        0.5
-                        - behind.get(name, 0)
-                        - abs(run.learning_rate - 2e-5)
-                        + 0.01 * (run.seed % 3) * (name != "OPO")
-                    )
-                    ends = dict.fromkeys(("sampled", "greedy", "pass@2"), 0.5)
-                    found[run] = {**asdict(run), "over_run": over_run, "curve": [0.1, 0.5], "seconds": 60, **ends}
-    del found[Run("GSPO", "largest", 2e-5, SEEDS[-1], False)]
-    page = real_model.page(found)
-    rows = {line.split(" | ")[0][2:]: line for line in page.splitlines() if line.startswith("| ")}
-    assert "## `addition`" in page
-    assert "## `largest`" not in page
-    assert "\\*" in rows["GRPO"]
-    assert "\\*" not in rows["GSPO"]
-    assert "2e-05" in rows["OPO"]

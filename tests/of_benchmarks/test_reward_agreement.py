@@ -62,14 +62,3 @@ def test_the_committed_agreement_is_reproduced(committed: dict[str, list[int]]):
     verdicts = reward_agreement.published()
     agreed = Counter(verdict["source"] for verdict in verdicts if reward_agreement.ours(verdict) == verdict["equal"])
     assert agreed == {source: numbers[1] for source, numbers in committed.items() if source != "all"}
-
-
-def test_agreement_and_acceptance():
-    verdicts = [
-        {"source": "KAS", "gold": "1", "answer": "1", "equal": True},
-        {"source": "KAS", "gold": "1", "answer": "2", "equal": False},
-        {"source": "KAS", "gold": "1", "answer": "3", "equal": False},
-    ]
-    assert reward_agreement.agreed(verdicts, [1.0, 0.0, 1.0]) == 2
-    assert reward_agreement.agreed(verdicts, [None, None, None]) == 0
-    assert reward_agreement.accepted(verdicts, [1.0, 0.0, 1.0]) == 1

