@@ -1,5 +1,6 @@
 """`OPOScriptArguments`: recipe fields that belong to neither the trainer's configuration nor the model's."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -7,7 +8,6 @@ from typing import Annotated, Any, Literal
 from trl import ModelConfig, ScriptArguments
 
 from .checks.ranges import require
-from .checks.strict_yaml import read_mapping
 from .config import OPOConfig
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
@@ -158,7 +158,7 @@ class OPOScriptArguments(ScriptArguments):
     def __post_init__(self):
         for name in ("columns", "dataset_settings"):
             if isinstance(value := getattr(self, name), str):
-                setattr(self, name, read_mapping(name, value))
+                setattr(self, name, json.loads(value))
             require(isinstance(getattr(self, name), dict | None), name, value, "a mapping: `{name: value}`")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:

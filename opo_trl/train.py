@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from trl import get_peft_config, get_quantization_config
 
 from . import methods
 from .arguments import OPOScriptArguments, check_together
@@ -88,9 +88,15 @@ def prepare(argv: Sequence[str]) -> Run:
     with suppress(OSError):  # not every model has that file
         generation = GenerationConfig.from_pretrained(path, **revision).to_dict()
         check_generation_config(getattr(args, "generation_kwargs", None) or {}, generation)
+    given: Any = args.model_init_kwargs or {}
+    if "torch_dtype" in given:
+        reject("model_init_kwargs", given, "torch_dtype", "is overridden by `dtype`", "Set `dtype` instead")
+    options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
+    options |= {"use_safetensors": True}  # pickled weights could run code
+    args.model_init_kwargs = options = {**revision, **options, **given}
     if author := getattr(args, "rollouts_model", None):
         args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
-        check_weights("rollouts_model", author, trusted | _init_options(args, model_config))
+        check_weights("rollouts_model", author, trusted | options)
 
     with args.main_process_first(desc="loading the dataset"):
         data = load_data(script, args, tokenizer, **tools.for_template)
@@ -102,7 +108,7 @@ def prepare(argv: Sequence[str]) -> Run:
     if isinstance(args, OPOConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args, data.plan)
 
-    args.model_init_kwargs, folder = _init_options(args, model_config), Path(args.output_dir)
+    folder = Path(args.output_dir)
     trainer = methods.by_trainer()[script.trainer].trainer_class(
         model=path,
         reward_funcs=reward_funcs,
@@ -127,22 +133,8 @@ def prepare(argv: Sequence[str]) -> Run:
     return Run(trainer, script, data, checkpoint, recipe, settings)
 
 
-def _init_options(args: OPOConfig, model_config: ModelConfig) -> dict[str, Any]:
-    """The options of `from_pretrained` with which the policy is loaded."""
-    options: Any = args.model_init_kwargs or {}
-    if "torch_dtype" in options:
-        reject("model_init_kwargs", options, "torch_dtype", "is overridden by `dtype`", "Set `dtype` instead")
-    return {
-        "revision": model_config.model_revision,
-        "attn_implementation": model_config.attn_implementation,
-        "dtype": model_config.dtype,
-        "use_safetensors": True,  # pickled weights could run code
-        **options,
-    }
-
-
-def run(ready: Run) -> dict[str, Any]:
-    """Train, and measure accuracies before and after; returns what `summary.json` holds."""
+def run(ready: Run) -> None:
+    """Train, and measure accuracies before and after."""
     trainer, script, data, checkpoint = ready.trainer, ready.script, ready.data, ready.checkpoint
     args, folder = trainer.args, Path(trainer.args.output_dir)
     summary = output_dir.known_accuracies(checkpoint)
@@ -165,11 +157,8 @@ def run(ready: Run) -> dict[str, Any]:
     if summary["after"]:
         trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
     if args.push_to_hub:
-        name = script.dataset_name or ""  # the model card links to it
-        on_hub = name.count("/") == 1 and not name.startswith((".", "~", "/")) and not Path(name).exists()
-        trainer.push_to_hub(dataset_name=name if on_hub else None)
+        trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()
-    return summary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

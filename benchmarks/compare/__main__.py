@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from opo_trl.checks import paths
 from opo_trl.checks.errors import report_error
 from opo_trl.checks.secrets import mask_words
 from opo_trl.checks.text import one_line
@@ -61,7 +60,6 @@ def _compare(arguments: argparse.Namespace, fields: list[str]) -> int:
     if arguments.baseline not in (None, *labels):
         known = ", ".join(sorted(labels))
         raise ValueError(f"--baseline {arguments.baseline} is none of the methods. Use one of {known}.")
-    paths.check_folder("output", arguments.output)
     check_output(arguments.output)
     failed = run_missing(jobs, arguments.jobs, {run.name: run.settings for run in own})
     if failed:
@@ -100,8 +98,8 @@ def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
 def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
     """The runs of the recipes, seed by seed, so that every method has results early."""
     recipes = [path for path in arguments.inputs if not path.is_dir()]
-    for path in recipes:
-        paths.check_file("inputs", path, "Pass recipes or folders of runs; fields come last.")
+    if missing := [str(path) for path in recipes if not path.is_file()]:
+        raise ValueError(f"inputs={missing} do not exist. Pass recipes or folders of runs; fields come last.")
     if recipes and not arguments.seeds:
         raise ValueError(f"{str(recipes[0])!r} is a recipe, and --seeds is not set. Add the seeds: `--seeds 1 2 3`.")
     if not recipes and (arguments.seeds or fields):

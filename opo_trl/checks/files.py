@@ -3,11 +3,10 @@
 import gzip
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 def read_text(path: Path) -> str:
@@ -46,42 +45,28 @@ def parse(text: str) -> dict[str, Any]:
     return content
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` when the block ends: stopped at any time, old or new is complete."""
+def write(path: Path, content: str | bytes) -> None:
+    """Replace a file, or create it: stopped at any time, the old one or the new one is complete."""
     part = path.with_name(f"_{path.name}.part")  # with "_": not pushed to the Hub
     try:
         with part.open("wb") as file:
-            yield file
+            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-        sync(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
     except OSError as error:  # such as that of a full disk, which names no file
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
-    """Wait until a file or the names in a folder are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def free(path: Path) -> Path:
     """The path if nothing is there, or else the first of `path-2`, `path-3` … that is free."""
     further = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
     return next(each for each in chain([path], further) if not os.path.lexists(each))
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Replace a file, or create it."""
-    with replacing(path) as file:
-        file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

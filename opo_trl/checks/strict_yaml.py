@@ -13,28 +13,18 @@ from typing import Any
 import yaml
 
 
-class _Unique:
-    """Rejects equal keys."""
+class _Loader(yaml.SafeLoader):
+    """Rejects equal keys, and reads `1e-4` as a number, too."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)  # type: ignore[misc]
+        node = super().compose_mapping_node(anchor)
         names = [str(key.value) for key, _ in node.value]
-        if twice := [key for key, _ in node.value if names.count(str(key.value)) > 1]:
-            raise yaml.YAMLError(
-                f"line {twice[-1].start_mark.line + 1}: duplicate key {twice[-1].value!r}. Remove one."
-            )
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise yaml.YAMLError(f"duplicate key {twice[0]!r}. Remove one.")
         return node
 
 
-class _Typed(_Unique, yaml.SafeLoader):
-    """Reads `1e-4` as a number, too."""
-
-
-class _Written(_Unique, yaml.BaseLoader):
-    """Reads each value as text."""
-
-
-_Typed.add_implicit_resolver(
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), [*"-+.0123456789"]
 )
 
@@ -48,7 +38,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """
     text = Path(path).read_text(encoding="utf-8")
     try:
-        typed, written = yaml.load(text, _Typed), yaml.load(text, _Written)
+        typed, written = yaml.load(text, _Loader), yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"config={str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(written, dict):
@@ -58,11 +48,3 @@ def read(path: str | Path) -> dict[str, Any]:
         has_types = isinstance(value[0] if isinstance(value, list) and value else value, dict | None)
         fields[name] = value if has_types and name != "env" else as_text
     return fields
-
-
-def read_mapping(field: str, text: str) -> dict[str, Any]:
-    """Read a mapping from a command line: `{key: value}`, in YAML or JSON."""
-    try:
-        return yaml.load(text, _Typed)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{field}={text!r} is not valid YAML: {error}") from error

@@ -65,7 +65,7 @@ def _run(argv: list[str]) -> int:
     report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
     report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
-    recipes.add_argument("recipe", nargs="?", help="recipe, or folder of recipes, to copy")
+    recipes.add_argument("recipe", nargs="?", help="recipe to copy")
     text = "folder to copy to (default: recipes)"
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
     for command in (report, diagnose, recipes):

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn
 
 import trl
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, TrlParser
@@ -48,47 +48,16 @@ _GONE = {
 
 
 class _Parser(TrlParser):
-    """Reads words in braces as mappings, where a field takes these, and raises a `ValueError` for a wrong type."""
+    """Raises a `ValueError` for a value of a wrong type."""
 
     def __init__(self, trainer: str):
         usage = "opo-trl train [RECIPE] [--field value …] [--plan] [--debug]"
         kinds: Any = _argument_classes(trainer)
         super().__init__(kinds, prog="opo-trl train", usage=usage, allow_abbrev=False)
-        self.types = _fields(trainer)
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
         raise ValueError(f"{message}. Set it to a value of its type: `{self.prog} --help` lists them.")
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        if arg_string.startswith("{") and _takes(dict, self.types.get(action.dest)):
-            return strict_yaml.read_mapping(action.dest, arg_string)
-        return super()._get_value(action, arg_string)
-
-    def take(self, recipe: Mapping[str, Any]) -> None:
-        """Make the values of a recipe, in the types of their fields, the defaults of the command line."""
-        actions = {action.dest: action for action in reversed(self._actions)}  # `--field` precedes `--no_field`
-        for name, value in recipe.items():
-            action: Any = actions[name]
-            items = value if action.nargs == "+" and isinstance(value, list) else [value]
-            if all(isinstance(item, str) for item in items):
-                try:
-                    value = self._get_values(action, items)
-                except argparse.ArgumentError as error:
-                    self.error(str(error))
-            elif value is not None and not (
-                all(isinstance(item, action.type) for item in items)
-                if action.nargs == "+"
-                else _takes(type(value), self.types[name])
-            ):
-                self.error(f"{name}={value!r} is not allowed")
-            self.set_defaults_with_config(**{name: value})
-
-
-def _takes(kind: type, hint: Any) -> bool:
-    """Whether a field whose type is `hint` takes a list or mapping; its items may be mappings, too."""
-    parts = {part for outer in (hint, *get_args(hint)) for part in (outer, *get_args(outer))}
-    return kind in {get_origin(part) or part for part in parts}
 
 
 def _argument_classes(trainer: str) -> tuple[type, type, type]:
@@ -146,15 +115,20 @@ def read(argv: Sequence[str]) -> Fields:
     if not isinstance(env := recipe.pop("env", None) or {}, dict):
         raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
 
-    parser = _Parser(trainer)
-    others = {name: recipe.pop(name) for name in [*recipe] if name not in parser.types}
+    parser, types = _Parser(trainer), _fields(trainer)
+    others = {name: recipe.pop(name) for name in [*recipe] if name not in types}
     launch = {name: value for name, value in others.items() if name in _launch_actions()} if others else {}
     problems = [
         f"{own.config!r} sets {name}={value}, but there is no such field. {_hint(name, trainer)}"
         for name, value in others.items()
         if name not in launch
     ]
-    parser.take(recipe)
+    for name, value in reversed(recipe.items()):
+        items = value if isinstance(value, list) else [value]
+        if items and all(isinstance(item, str) for item in items):
+            words = [f"--{name}={value}", *words] if isinstance(value, str) else [f"--{name}", *value, *words]
+        else:
+            parser.set_defaults_with_config(**{name: value})
     namespace, unknown = parser.parse_known_args(words)
     values, options = vars(namespace), {word.split("=")[0] for word in words}
     named = {action.dest for action in parser._actions if options & {*action.option_strings}} | recipe.keys()

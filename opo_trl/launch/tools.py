@@ -46,8 +46,7 @@ def load_tools(script: OPOScriptArguments) -> Tools:
     if (name := script.environment_factory) is None:
         return Tools(functions, offered=functions)
     factory = foreign.load("environment_factory", name, "a class", "my_game.Game")
-    with foreign.library(f"environment_factory={name!r} cannot be created", "It is called without arguments."):
-        environment = factory()
+    environment = factory()
     members = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
     methods = [name for name in members if name not in _NOT_TOOLS and not name.startswith("_")]
     return Tools(functions, factory, [*functions, *(getattr(environment, name) for name in methods)])

@@ -1,8 +1,8 @@
 """Files of a run: nothing is lost, and an error of reading names the file."""
 
 import pytest
+from helpers import limited_files
 
-from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, read_json, read_lines, write, write_json, write_lines
 from opo_trl.checks.text import printable
 
@@ -42,8 +42,8 @@ def test_completion_of_any_characters_stays_in_its_line_and_controls_no_terminal
 def test_file_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "summary.json"
     write_json(path, {"before": 1})
-    with pytest.raises(TypeError), files.replacing(path) as file:
-        file.writelines([b"half", None])
+    with limited_files(1000), pytest.raises(OSError, match=r"summary\.json"):
+        write(path, "x" * 2000)
     assert read_json(path) == {"before": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["summary.json"]
     assert read_json(tmp_path / "absent.json") == {}

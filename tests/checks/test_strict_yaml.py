@@ -25,15 +25,14 @@ FIELDS_AS_WRITTEN = {
     "run_name: 'null'": "null",
     "run_name:": None,
     "instruction: |\n  a\n  b\n": "a\nb\n",
-    "levels: [no, 1.10, Level 1, -easy]": ["no", "1.10", "Level 1", "-easy"],
+    "levels: [no, 1.10, Level 1]": ["no", "1.10", "Level 1"],
     "env: {A: no, 010: 1e3}": {"A": "no", "010": "1e3"},
     "learning_rate: 1e-4": 1e-4,  # text, in YAML 1.1
     "mu: .5": 0.5,
     "use_cpu: Yes": True,
-    "reward_weights: [1, -1e-5]": [1, -1e-5],
+    "reward_weights: [1, -0.5]": [1, -0.5],
     "reward_funcs: []": [],
     "generation_kwargs: {length_penalty: 1e-4, use_cache: true}": {"length_penalty": 1e-4, "use_cache": True},
-    "generation_kwargs: '{\"top_k\": 3}'": {"top_k": 3},
     "datasets: [{path: x, fraction: 0.5}]": [{"path": "x", "fraction": 0.5}],
 }
 
@@ -48,13 +47,12 @@ def test_value_is_read_as_written_and_so_is_what_a_run_stores(recipe, text):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("alpha: 0.3\nmu: 1\nalpha: 0.4", ["line 3", "duplicate key 'alpha'", "Remove one"]),
-        ('generation_kwargs: \'{"top_k": 3, "top_k": 4}\'', ["generation_kwargs=", "duplicate key 'top_k'"]),
+        ("alpha: 0.3\nmu: 1\nalpha: 0.4", ["duplicate key 'alpha'", "Remove one"]),
+        ("generation_kwargs: {top_k: 3, top_k: 4}", ["duplicate key 'top_k'"]),
         ("max_steps: 0x10", ["max_steps: invalid int value: '0x10'"]),
         ("mu: yes", ["mu: invalid float value: 'yes'"]),
         ("- alpha", ["one field per line"]),
         ("alpha: [1", ["config=", "not valid YAML"]),
-        ("levels: [[a]]", ["levels=[['a']]"]),
         ("alpha: {a: 1}", ["alpha={'a': 1}"]),
     ],
 )
@@ -75,11 +73,11 @@ def test_all_unknown_names_and_values_out_of_range_are_named_at_once(recipe):
 
 def test_command_line_overrides_the_recipe_and_is_part_of_it(recipe):
     path = recipe("alpha: 0.3\nlearning_rate: 1e-3\nlevels: [a]\nscale_rewards: no\n")
-    words = ["--alpha", "0.7", "--levels", "Level 1", "Level 2", "--generation_kwargs", "{top_k: 3}"]
+    words = ["--alpha", "0.7", "--levels", "Level 1", "Level 2", "--generation_kwargs", '{"top_k": 3}']
     script, args, _, stored = parse([path, *FIELDS, *words])
     assert (args.alpha, args.learning_rate, args.scale_rewards) == (0.7, 1e-3, "none")
     assert script.levels == stored["levels"] == ["Level 1", "Level 2"]
-    assert stored["generation_kwargs"] == {"top_k": 3}
+    assert args.generation_kwargs == {"top_k": 3}
     assert read(["--trainer", "opo", "--trainer=async_opo"]).trainer == "async_opo"
 
 

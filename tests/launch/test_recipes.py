@@ -41,32 +41,6 @@ def test_recipe_parses_and_its_values_arrive(path):
     assert all(callable(reward) for reward in load_rewards(script, args))
 
 
-def test_recipes_and_scripts_on_the_pages_reuse_their_completions(tmp_path):
-    """What a reader copies: no example leaves the χ² term without effect."""
-    recipes, scripts = [], []
-    for page in [ROOT.parent / "README.md", *(ROOT.parent / "docs").rglob("*.md")]:
-        text = page.read_text(encoding="utf-8")
-        blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-        recipes += [block for block in blocks if re.search(r"^model_name_or_path:", block, re.MULTILINE)]
-        scripts += re.findall(r"\bOPOConfig\((.*?)\)\n", text, re.DOTALL)
-    assert len(recipes) >= 2
-    for number, recipe in enumerate(recipes):
-        (tmp_path / f"{number}.yaml").write_text(recipe.replace("flash_attention_2", "eager"))
-        _, args, *_ = parse_recipe(tmp_path / f"{number}.yaml", "--use_vllm", "false")
-        assert not args.is_on_policy, recipe
-    shown = [script for script in scripts if "output_dir" in script or "reuse" in script]
-    assert len(shown) >= 3
-    assert all("steps_per_generation" in script or "reuse" in script for script in shown)
-
-
-def test_recipe_of_the_quickstart_is_the_shipped_one(tmp_path):
-    page = (ROOT.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    (tmp_path / "some.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
-    shown = read(["--config", str(tmp_path / "some.yaml")]).as_stored
-    shipped = read(["--config", str(ROOT / "own_data.yaml")]).as_stored
-    assert shown.items() <= shipped.items()
-
-
 @pytest.mark.parametrize("path", QWEN, ids=name)
 def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
     _, args, *_ = parse_recipe(path)

@@ -41,10 +41,9 @@ def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
     assert Path(written[0]).read_text() == "mu: 1\n"
 
 
-@pytest.mark.parametrize("name", ["no/such.yaml", "/etc/hostname"])
-def test_what_is_not_a_recipe_is_rejected(tmp_path, name):
+def test_what_is_not_a_recipe_is_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"is not one of the package's\. `opo-trl recipes` lists them"):
-        copy_out(name, tmp_path)
+        copy_out("no/such.yaml", tmp_path)
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "env"])

@@ -162,10 +162,6 @@ def test_nothing_is_generated_before_the_model_is_sharded(tmp_path):
         assert all(summary[time][level]["greedy"]["scored"] == 4 for level in ("Level 3", "Level 4"))
 
 
-def unscored_reward(**columns):
-    raise ArithmeticError("no score")
-
-
 def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_model(run, tmp_path):
     [checkpoint] = run.glob("checkpoint-*")  # its step depends on the previous tests
     steps = int(checkpoint.name.rpartition("-")[2]) + 1
@@ -191,9 +187,3 @@ def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_asid
     assert [path.name for path in (output / "completions").iterdir()] == ["completions_00001.parquet"]
     assert [path.name for path in (tmp_path / "run-2" / "completions").iterdir()] == ["completions_00009.parquet"]
     assert "split_batches: false" in (output / "recipe.yaml").read_text()
-
-
-def test_run_that_ends_with_an_error_leaves_its_report(tmp_path):
-    options = {"output_dir": tmp_path / "run", "reward_funcs": "test_train.unscored_reward", "report_size": 1}
-    assert main(arguments(ARITHMETIC, **options)) == 1
-    assert "Nothing has been logged yet." in (tmp_path / "run" / "report.html").read_text()
