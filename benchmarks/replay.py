@@ -14,7 +14,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,50 +271,6 @@ def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, flo
     ratios = sorted(own / other for own, other in zip(seconds, reference, strict=True))
     middle = statistics.median(ratios)
     return {"median": round(middle, 3), "low": round(ratios[0], 3), "high": round(ratios[-1], 3)}
-
-
-# OPOTrainer's own work in an update phase, without passes through the model and TRL's part. The last three call the
-# functions of `opo_trl.objective`.
-OWN_PARTS = {"planning": "_buffered", "drive": "_targets", "loss": "_compute_loss", "report": "_log_step"}
-
-
-class Split:
-    """
-    Seconds of a trainer's phases by part. Time in nested parts counts only for the inner one.
-
-    Args:
-        trainer: the trainer to measure from now on.
-
-    Attributes:
-        seconds (`dict[str, float]`): `scoring` of the rollout by TRL, `anchor` (passes without gradient), `forward`
-            and `backward`; and the parts of `OWN_PARTS`, the loss without its forward pass.
-    """
-
-    def __init__(self, trainer: Any):
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]
-        self._watch(trainer, "_generate_and_score_completions", "scoring")
-        self._watch(trainer, "_get_per_token_logps_and_entropies", "forward", without_gradient="anchor")
-        self._watch(trainer.accelerator, "backward", "backward")
-        if isinstance(trainer, OPOTrainer):
-            for part, name in OWN_PARTS.items():
-                self._watch(trainer, name, part)
-
-    def _watch(self, owner: Any, name: str, part: str, *, without_gradient: str | None = None) -> None:
-        original = getattr(owner, name)
-
-        def timed(*args, **kwargs):
-            which = part if torch.is_grad_enabled() else without_gradient or part
-            began = now()
-            self._inner.append(0.0)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                took = now() - began
-                self.seconds[which] += took - self._inner.pop()
-                self._inner[-1] += took
-
-        setattr(owner, name, timed)
 
 
 def allocated_peak(trainer: Any) -> int:

@@ -1,6 +1,5 @@
 """The pages: their code runs, their metrics are logged, and their figures match the committed runs."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -116,23 +115,3 @@ def test_share_from_which_replay_saves_time_follows_from_the_completions_that_it
     shares = [round(100 * (GRADIENTS - 1 / float(each)) / (GRADIENTS - 1)) for each in needed]
     for page in (ROOT / "README.md", DOCS / "diagnostics.md"):
         assert "{} % ({} to {})".format(*shares) in page.read_text(encoding="utf-8")
-
-
-def test_what_has_run_on_pretend_gpus_is_a_case_of_their_tests():
-    page = (DOCS / "execution.md").read_text(encoding="utf-8").split("## What has run where")[1]
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    pretended = [row for row in rows if "pretend GPU" in row[1]]
-    assert len(pretended) > 5
-    for what, where, cases in pretended:
-        links = {
-            name: (DOCS / path).read_text(encoding="utf-8") for name, path in re.findall(r"\[(.+?)\]\((.*?)\)", cases)
-        }
-        assert {"one", "two"} <= links.keys() or "1 and 2" not in where, what
-        assert all(any(each in tests for each in ("mark.device", "library", "fakecuda")) for tests in links.values())
-        of_all, *of_one = cases.split("; only ")
-        named = [(of_all, list(links))] + [(part, [part.split(":")[0]]) for part in of_one]
-        for part, files in named:
-            names = re.findall("`(.+?)`", part)
-            assert names, what
-            for name, tests in itertools.product(names, [links[file] for file in files]):
-                assert f'"{name}"' in tests or f"def {name}(" in tests, (what, name, files)
