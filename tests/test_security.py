@@ -82,12 +82,7 @@ def edit(file: Path, **entries: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [
-        {"attn_implementation": "evil/kernel"},
-        {"attn_implementation": {"": "paged|evil/kernel"}},
-    ],
-    ids=str,
+    "entry", [{"attn_implementation": "evil/kernel"}, {"attn_implementation": {"": "paged|evil/kernel"}}], ids=str
 )
 def test_attention_from_the_hub_in_a_models_configuration_is_rejected(model, tmp_path, entry):
     """Transformers would download its code and run it, without `trust_remote_code`."""

@@ -100,11 +100,7 @@ def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("dataset_name", "other/data"),
-        ("temperature", 0.7),
-        ("chat_template_kwargs", {"enable_thinking": False}),
-    ],
+    [("dataset_name", "other/data"), ("temperature", 0.7), ("chat_template_kwargs", {"enable_thinking": False})],
 )
 def test_run_of_another_task_is_rejected_with_the_field_named(runs, tmp_path, capsys, field, value):
     earlier = read_json(runs / "opo" / "seed-2" / "settings.json")[field]

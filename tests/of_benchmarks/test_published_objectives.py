@@ -16,12 +16,7 @@ from opo_trl.objective import OPO, Samples
 PASSES = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 4, "learning_rate": 0.05}
 FIELDS = {
     "GRPO": {"loss_type": "grpo", "epsilon": 0.2},
-    "GSPO": {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-    },
+    "GSPO": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
     "CISPO": {"loss_type": "cispo", "epsilon_high": 5.0},
     "SAPO": {"loss_type": "sapo"},
     "VESPO": {"loss_type": "vespo"},

@@ -110,12 +110,7 @@ LOGS = {
         ["`reward` was not a number in 8 of 8 entries."],
     ),
     "solved": (changed(SOLVED, 5, frac_reward_zero_std=1.0), 0, {"Zero-variance groups": "look"}, []),
-    "crashed": (
-        changed(SOLVED, 5, frac_reward_zero_std=1.0, reward=0.0),
-        1,
-        {"Zero-variance groups": "wrong"},
-        [],
-    ),
+    "crashed": (changed(SOLVED, 5, frac_reward_zero_std=1.0, reward=0.0), 1, {"Zero-variance groups": "wrong"}, []),
     "lost reward": (noisy(lambda step: 0.2 + 0.5 * step / 200 * (step < 140)), 0, {"Reward went": "look"}, []),
     "reward that stays": (noisy(lambda step: min(step / 40, 0.9)), 0, {"Reward went": "healthy"}, []),
     "gradient of 0 at first": (
@@ -131,22 +126,12 @@ LOGS = {
         ["`grad_norm` was not a number in 10 of 30 entries"],
     ),
     "rest at the end": ([*rows_of(*range(1, 9), learning_rate=1e-5), ENDED], 0, {"Gradient norm": "healthy"}, []),
-    "three entries": (
-        [{**row, "grad_norm": 10.0 ** row["step"]} for row in rows_of(1, 3, 5)],
-        0,
-        {},
-        ["Too little in this log for a verdict on `grad_norm`"],
-    ),
     "few metrics": (
         rows_of(*range(1, 9), entropy=1.0),
         0,
         {},
-        [
-            "Without a verdict, because not in this log: clip_ratio, ",
-            "over 84% of a step",
-        ],
+        ["Without a verdict, because not in this log: clip_ratio, ", "over 84% of a step"],
     ),
-    "texts": ([{name: str(value) for name, value in row.items()} for row in EIGHT], 0, {"Reward went": "healthy"}, []),
     "huge": ([*changed(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300), *EIGHT[4:]], 0, {"Reward went": "look"}, []),
 }
 
@@ -252,18 +237,12 @@ def test_a_checkpoint_of_ours_is_judged_as_its_run_and_an_export_beside_it_is_no
 
 
 def test_newest_checkpoint_is_read_unless_training_went_further(tmp_path):
-    def save(folder: str, step: int) -> None:
+    for folder, step in (("checkpoint-9", 9), ("checkpoint-10", 10), (".", 12)):
         (tmp_path / folder).mkdir(exist_ok=True)
-        write_json(
-            tmp_path / folder / "trainer_state.json",
-            {"global_step": step, "log_history": rows_of(*range(1, step + 1))},
-        )
-
-    save("checkpoint-9", 9)
-    save("checkpoint-10", 10)
-    assert [len(entries(path)) for path in (tmp_path, tmp_path / "checkpoint-9")] == [10, 9]
-    save(".", 12)
-    assert len(entries(tmp_path)) == 12
+        log = rows_of(*range(1, step + 1))
+        write_json(tmp_path / folder / "trainer_state.json", {"global_step": step, "log_history": log})
+        assert len(entries(tmp_path)) == step
+    assert len(entries(tmp_path / "checkpoint-9")) == 9
 
 
 BAD = {
@@ -274,7 +253,6 @@ BAD = {
     "pickle.bin": (b"\x80\x04.", "its name ends with '.bin'"),
     "escapes.jsonl": (b'{"step": 1, "\\u001b[31mred": 1}\n', r"found \x1b[31mred, step"),
     "runs.jsonl": (b'{"run_name": "a", "step": 1}\n{"run_name": "b", "step": 1}\n', "2 runs by `run_name`"),
-    "cut.json": (b'{"log_history": [{"step": 1, "rew', "not the log"),
 }
 
 

