@@ -23,19 +23,28 @@ hypothesis.settings.load_profile("without limit")
 
 # Slow files, the slowest first, so that no core is idle at the end.
 FIRST = (
-    "test_kill_and_resume",
-    "test_notebooks",
-    "test_launched",
-    "test_several_nodes",
-    "test_train",
-    "test_invariance",
-    "test_scoring",
-    "test_compare",
-    "test_sharded",
     "test_two_devices",
+    "test_invariance",
     "test_one_device",
-    "test_killed_command",
+    "test_train",
+    "test_compare",
+    "test_update_phase",
+    "test_launched",
+    "test_scoring",
+    "test_notebooks",
+    "test_fitting_in",
+    "test_kill_and_resume",
+    "test_trl_losses",
     "test_wheel",
+    "test_killed_command",
+    "test_async_faults",
+    "test_several_nodes",
+    "test_accuracy",
+    "test_replay",
+    "test_evaluate",
+    "test_recorded",
+    "test_trainer",
+    "test_anchors",
 )
 
 SHARED = Path(os.environ.get("OPO_TRL_SHARED") or Path(__file__).resolve().parents[2] / "shared")
