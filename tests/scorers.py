@@ -58,8 +58,8 @@ _remembered: list[bytes] = []
 
 
 def remember(completions: list, **kwargs) -> list[float]:
-    """Keep 32 KiB per completion, like a parser with a cache."""
-    _remembered.extend(bytes(2**15) for _ in completions)
+    """Keep 320 KiB per completion, like a parser with a cache."""
+    _remembered.extend(bytes(10 * 2**15) for _ in completions)
     return [1.0] * len(completions)
 
 

@@ -169,8 +169,8 @@ class TestReward:
 
         thread = threading.Thread(target=lambda: thread.start_now.wait(10) and written.append(save(tmp_path / "log")))
         thread.start_now = threading.Event()
-        thread.start()
         rows = draw("chain_sum", size=1)
+        thread.start()
         scorer = type("Scorer", (), {"score_answer": scored})()
         monkeypatch.setattr(gym, "_scorer", lambda key: scorer)
         assert score(rows, ["1"]) == [1.0]

@@ -24,7 +24,7 @@ from trl.rewards import think_format_reward
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.launch.rewards import load_rewards
-from opo_trl.rewards import accuracy_reward
+from opo_trl.rewards import accuracy_reward, scoring
 from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
 
@@ -85,9 +85,10 @@ def test_workers_that_keep_dying_are_all_replaced():
     reward.close()
 
 
-def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory():
+def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory(monkeypatch):
+    monkeypatch.setattr(scoring, "COMPLETIONS_OF_A_WORKER", 1_000)
     reward = IsolatedReward(scorers.remember, workers=1, memory=600)
-    assert reward(["…"] * 20_000) == [1.0] * 20_000
+    assert reward(["…"] * 3_000) == [1.0] * 3_000
     reward.close()
 
 
@@ -106,16 +107,15 @@ def test_workers_import_neither_torch_nor_trl():
     reward.close()
 
 
-@pytest.mark.parametrize("told", ["workers", "fork server"])
-def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate, told):
+def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate):
     assert score(by_fate, ["1"]) == [1.0]
     server = next(
         p for p in psutil.Process().children() if any("opo_trl.rewards.scoring" in word for word in p.cmdline())
     )
-    to_end = server.children() if told == "workers" else [*server.children(), server]
+    to_end = [*server.children(), server]
     timer = threading.Timer(0.5, lambda: [process.terminate() for process in to_end])
     timer.start()
-    assert score(by_fate, ["take a second"] * 4) == [1.0] * 4
+    assert score(by_fate, ["take a second"] * 2) == [1.0] * 2
     assert (by_fate.timeouts, by_fate.errors) == (0, 0)
 
 
