@@ -70,23 +70,18 @@ class Evaluation:
         chances = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
         return sum(chances) / len(chances) if chances else float("nan")
 
-    def interval(self) -> tuple[float, float]:
+    def summary(self) -> dict[str, Any]:
         """
-        95 % interval of the accuracy: with several completions per problem the normal one over problems, or Wilson's
-        where these are all equal, and with one completion per problem.
+        Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
+        is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal,
+        and `pass_at` for 1, 2, 4 … is added.
         """
         shares = [right / n for right, n in self.by_problem]
         if self.per_problem == 1 or len({*shares}) <= 1:  # without spread, the normal one would be a single point
-            return wilson_interval(round(sum(shares)), len(shares))
-        half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
-        return max(self.accuracy - half, 0.0), min(self.accuracy + half, 1.0)
-
-    def summary(self) -> dict[str, Any]:
-        """
-        Counts, accuracy and its [`interval`] (`low`, `high`), without the samples; with several completions per
-        problem also `pass_at` for 1, 2, 4 …
-        """
-        low, high = self.interval()
+            low, high = wilson_interval(round(sum(shares)), len(shares))
+        else:
+            half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
+            low, high = max(self.accuracy - half, 0.0), min(self.accuracy + half, 1.0)
         found: dict[str, Any] = {"accuracy": self.accuracy, "low": low, "high": high}
         found |= {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
         powers = [2**i for i in range(self.per_problem.bit_length())]
