@@ -29,15 +29,6 @@ def test_force_is_weight_times_push_less_pull_back(weight, pull_back, moved, tar
     assert found == pytest.approx(weights[weight] * (MU * target - pull_backs[pull_back]), abs=1e-12)
 
 
-@pytest.mark.parametrize("moved", [-1.0, 0.01, 1.0])
-@pytest.mark.parametrize("target", [-2.0, 1.5])
-def test_clipped_force_is_that_of_gspo(moved, target):
-    mean, push = math.exp(moved / 2), MU * target
-    is_clipped = mean > 1.02 if target > 0 else mean < 0.98
-    found = force(CELLS["advantage-clipped-none"], moved=moved, target=target, mu=MU)
-    assert found == pytest.approx(0.0 if is_clipped else push * mean / 2, abs=1e-12)
-
-
 @pytest.mark.parametrize("push", PUSHES)
 def test_push_is_centred_over_the_group(push):
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0], dtype=torch.float64)

@@ -31,14 +31,6 @@ def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, task):
     assert rows != few.record(2)
 
 
-def test_words_of_tests_are_never_trained_on():
-    pytest.importorskip("reasoning_gym", reason="install the extra `gym`")
-    train, report, tuning = offline.TASKS["spell_backward"].problems()
-    test = [*report, *tuning]
-    assert len({row["problem"] for row in test}) == 2 * offline.TEST_PROBLEMS
-    assert not {row["problem"] for row in test} & {row["problem"] for row in train}
-
-
 @pytest.mark.parametrize("method", offline.WITHOUT_PULL_BACK)
 def test_what_is_not_computed_has_no_gradient_wherever_the_policy_is(method):
     for name, moved in product((method, "OPO"), (-1.0, -0.1, 0.1, 1.0)):
@@ -49,18 +41,6 @@ def test_what_is_not_computed_has_no_gradient_wherever_the_policy_is(method):
         loss = objective.loss(Samples(**token, **sample, age=torch.ones(1), reused=True))
         (loss.work + loss.dissipation).sum().backward()
         assert (logps.grad == 0).all() == (name == method)
-
-
-def test_pairs_use_each_completion_once():
-    rows = [
-        {"prompt": prompt, "completion": f"{prompt}{i}", "reward": reward}
-        for prompt, rewards in {"a": [1, 0, 1, 1], "b": [0, 0, 1, 0], "c": [1, 1, 1, 1]}.items()
-        for i, reward in enumerate(rewards)
-    ]
-    assert offline.pairs(rows) == [
-        {"prompt": "a", "chosen": "a0", "rejected": "a1"},
-        {"prompt": "b", "chosen": "b2", "rejected": "b0"},
-    ]
 
 
 def test_stages_follow_the_plan():
