@@ -225,12 +225,9 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
     accelerator, done = trainer.accelerator, trainer.completions_generated
     if "tool_mask" in rollout:
         raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
-    logps, mask = rollout.get("old_per_token_logps"), rollout["completion_mask"]
-    ids = [torch.tensor(tokens) for tokens in completion_ids]
-    left_out = torch.tensor([len(tokens) for tokens in ids], device=mask.device) != mask.sum(dim=1)
-    if logps is None or accelerator.gather(left_out).any():
-        # Without a pass over the rollout, or if it has left truncated completions out: under ZeRO-3 and FSDP, all
-        # processes make a pass, or none.
+    logps = rollout.get("old_per_token_logps")
+    if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
+        ids = [torch.tensor(tokens) for tokens in completion_ids]
         logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
     rewards = rollout["rewards_per_func"]
     totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)

@@ -28,7 +28,7 @@ with vllm_server.watched(sys.argv[1]):
         lock = threading.Lock()
         lock.acquire()
         lock.acquire()
-    time.sleep(3)
+    time.sleep(1.6)
 print("done", flush=True)
 """
 

@@ -170,11 +170,10 @@ def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(playe
     options |= {"num_iterations": 3, "max_staleness": 2, "max_sampling_rounds": 3}
     whole = playing(player, tmp_path, **options)
     expected = snapshot(whole.model)
-    for step in (1, 4):  # in the middle of a rollout and pass, and at the end of one
-        resumed = playing(player, tmp_path / "resumed", train=False, **options)
-        resumed.add_callback(Evaluating(resumed))
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-        own = snapshot(resumed.model)
-        assert all(own[name].equal(expected[name]) for name in expected), step
-        one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
-        assert json.dumps(one[:8], sort_keys=True) == json.dumps(other[:8], sort_keys=True)
+    resumed = playing(player, tmp_path / "resumed", train=False, **options)
+    resumed.add_callback(Evaluating(resumed))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # in the middle of a rollout and pass
+    own = snapshot(resumed.model)
+    assert all(own[name].equal(expected[name]) for name in expected)
+    one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
+    assert json.dumps(one[:8], sort_keys=True) == json.dumps(other[:8], sort_keys=True)

@@ -56,11 +56,10 @@ def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_mode
 
 def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
     assert not trained(tiny_model, tmp_path)._replay.rollouts
-    for steps, kept in ((4, 1), (5, 0)):  # the last pass is the steps 5 and 6
-        trainer = trained(tiny_model, tmp_path, max_steps=steps, **PASSES)
-        assert len(trainer._replay.rollouts) == kept
-        # Nor what a step has computed for each token.
-        assert not any(torch.is_tensor(value) and value.ndim > 1 for value in vars(trainer).values())
+    trainer = trained(tiny_model, tmp_path, max_steps=5, **PASSES)  # the last pass is the steps 5 and 6
+    assert not trainer._replay.rollouts
+    # Nor what a step has computed for each token.
+    assert not any(torch.is_tensor(value) and value.ndim > 1 for value in vars(trainer).values())
 
 
 def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_model, tmp_path):
@@ -283,7 +282,5 @@ def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, t
 
 
 def test_an_entry_over_several_passes_names_none(tiny_model, tmp_path):
-    entries = logged(trained(tiny_model, tmp_path, logging_steps=2, max_steps=6, **PASSES))
-    assert [entry["opo/pass"] for entry in entries] == [1, 2, 3]
-    entries = logged(trained(tiny_model, tmp_path, logging_steps=6, max_steps=6, **PASSES))
-    assert "opo/pass" not in entries[0]  # the mean is 2
+    entries = logged(trained(tiny_model, tmp_path, logging_steps=4, max_steps=6, **PASSES))
+    assert [entry.get("opo/pass") for entry in entries] == [None]  # the mean is 1.5
