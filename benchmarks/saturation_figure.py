@@ -17,8 +17,8 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from benchmarks.figures import STYLE, write
+from benchmarks.methods import METHODS
 from benchmarks.saturation import gradient, on_policy_gradient
-from opo_trl.methods import METHODS
 
 
 _COLOR = {method.label: method.color for method in METHODS}

@@ -1,81 +1,43 @@
 """
-The definition of a configuration field: type, topic, the range of a number, default and help.
+The definition of a configuration field: type, bound, default and help.
 
-    alpha: Annotated[float, OBJECTIVE, FRACTION] = setting(0.4, "Escort exponent in [0, 1]: …")
+    alpha: Annotated[float, FRACTION] = setting(0.4, "Escort exponent, in [0, 1]: …")
 
-Topic and range cannot be part of the field's metadata: `HfArgumentParser` passes all of it on to argparse. Fields of
-TRL and Transformers have theirs in [`INHERITED`] and in `checks.ranges`.
+The bound cannot be part of the field's metadata: `HfArgumentParser` passes all of it on to argparse.
 """
 
 import functools
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, get_type_hints
-
-
-# Topics: what a field can decide of the trained model; others have none.
-DATA, MODEL, SAMPLING, REWARDS, OBJECTIVE, OPTIMIZER = "data", "model", "sampling", "rewards", "objective", "optimizer"
-
-# Fields of TRL and Transformers. Ours are annotated where they are defined.
-INHERITED = {
-    DATA: "dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs",
-    MODEL: "model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora",
-    SAMPLING: "num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p "
-    "repetition_penalty generation_kwargs vllm_structured_outputs_regex",
-    REWARDS: "reward_weights scale_rewards multi_objective_aggregation",
-    OBJECTIVE: "loss_type importance_sampling_level epsilon epsilon_high delta sapo_temperature_neg "
-    "sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos beta use_bias_correction_kl "
-    "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha entropy_coef use_adaptive_entropy entropy_target "
-    "entropy_coef_delta entropy_coef_min entropy_coef_max top_entropy_quantile off_policy_mask_threshold "
-    "mask_truncated_completions router_aux_loss_coef vllm_importance_sampling_correction "
-    "vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_min "
-    "vllm_importance_sampling_clip_max",
-    OPTIMIZER: "optim learning_rate lr_scheduler_type adam_beta1 adam_beta2 adam_epsilon weight_decay",
-}
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
-class Range:
-    """The allowed numbers of a field."""
+class Bound:
+    """What the number in a field must be. NaN is nothing."""
 
-    low: float = -math.inf
-    high: float = math.inf  # an infinite end is never included
-    ends: str = "[]"  # whether each end is included, as in "[)"
-    integer: bool = False
-    also: tuple[float, ...] = ()  # numbers outside the interval with a special meaning
-    text: str = ""  # what the message asks for, if the interval does not say it
-
-    def __contains__(self, value: Any) -> bool:
-        # `bool` is an integer to Python, but `max_steps: true` is a mistake.
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral if self.integer else numbers.Real):
-            return False
-        number: Any = value
-        if number in self.also:
-            return True
-        above = number > self.low if self.ends[0] == "(" else number >= self.low
-        below = number < self.high if self.ends[1] == ")" else number <= self.high
-        return bool(above and below and -math.inf < number < math.inf)
-
-    def __str__(self) -> str:
-        if self.text:
-            return self.text
-        if not self.integer:
-            return f"a number in {self.ends[0]}{self.low:g}, {self.high:g}{self.ends[1]}"
-        if math.isinf(self.high):
-            return f"an integer of at least {self.low:g}"
-        return f"an integer from {self.low:.0f} to {self.high:.0f}"
+    text: str
+    holds: Callable[[float], bool]
 
 
-def integer(low: float, high: float = math.inf, **more: Any) -> Range:
-    """A range of integers."""
-    return Range(low, high, integer=True, **more)
+POSITIVE = Bound("a positive finite number", lambda x: 0 < x < math.inf)
+NOT_NEGATIVE = Bound("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
+COUNT = Bound("an integer of at least 1", lambda x: 1 <= x < math.inf)
+COUNT_OR_ZERO = Bound("an integer of at least 0", lambda x: 0 <= x < 2**31)
+FRACTION = Bound("a number in [0, 1]", lambda x: 0 <= x <= 1)
+SHARE = Bound("a number in (0, 1]", lambda x: 0 < x <= 1)
+PART = Bound("a number in (0, 1)", lambda x: 0 < x < 1)
 
-
-POSITIVE = Range(0, ends="(]", text="a positive finite number")
-COUNT, COUNT_OR_ZERO = integer(1), integer(0)
-FRACTION = Range(0, 1)
+# Of TRL and Transformers, only the fields with whose nonsense a run would train something else without a word.
+_INHERITED = {
+    "max_steps": Bound("an integer of at least 1, or to -1 to use `num_train_epochs`", lambda x: x >= 1 or x == -1),
+    "num_train_epochs": POSITIVE,
+    "temperature": POSITIVE,
+    "top_p": SHARE,
+    "beta": NOT_NEGATIVE,
+}
 
 
 def setting(default: Any, text: str) -> Any:
@@ -89,28 +51,44 @@ def default(of: Field) -> Any:
     return of.default if of.default_factory is MISSING else of.default_factory()
 
 
-def given(arguments: Any) -> dict[str, Any]:
-    """Fields of a dataclass that differ from their defaults."""
-    defaults = {each.name: default(each) for each in fields(arguments)}
-    return {name: value for name, own in defaults.items() if (value := getattr(arguments, name)) != own}
+@functools.cache
+def hints(kind: Any) -> Mapping[str, Any]:
+    """Field of a dataclass → its type, without its bound."""
+    found = get_type_hints(kind)
+    return {each.name: found[each.name] for each in fields(kind)}
 
 
 @functools.cache
-def hints(arguments: Any) -> Mapping[str, Any]:
-    """Field of a dataclass → its type, without what `Annotated` adds."""
-    found = get_type_hints(arguments)
-    return {field.name: found[field.name] for field in fields(arguments)}
+def _bounds(kind: Any) -> Mapping[str, Bound]:
+    own = {name: getattr(hint, "__metadata__", ()) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    return {**_INHERITED, **{name: bounds[0] for name, bounds in own.items() if bounds}}
 
 
-@functools.cache
-def deciding(arguments: Any, topic: str) -> list[str]:
-    """Fields of a dataclass that decide a topic, such as [`OBJECTIVE`]: annotated with it, or [`INHERITED`]."""
-    inherited = INHERITED.get(topic, "").split()
-    return [name for name, said in declared(arguments).items() if topic in said or name in inherited]
+def require(condition: bool, name: str, value: object, wanted: object) -> None:
+    """Unless a condition holds, raise a `ValueError` that names a field, its value and what to set it to."""
+    if not condition:
+        raise ValueError(_not_allowed(name, value, wanted))
 
 
-@functools.cache
-def declared(arguments: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Field of a dataclass → its topic and range, as far as its definition says them."""
-    found = get_type_hints(arguments, include_extras=True)
-    return {name: getattr(found[name], "__metadata__", ()) for name in hints(arguments)}
+def _not_allowed(name: str, value: object, wanted: object) -> str:
+    return f"{name}={value!r} is not allowed. Set `{name}` to {wanted}."
+
+
+def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
+    """Field → what is wrong with it by itself, besides its type: the one place where a field is checked."""
+    found = {}
+    for name, hint in hints(kind).items():
+        value, bound = values.get(name), _bounds(kind).get(name)
+        words = get_args(hint) if get_origin(hint) is Literal else ()
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if value is not None and words and value not in words:
+            found[name] = _not_allowed(name, value, f"one of {', '.join(words)}")
+        elif value is not None and bound and not (is_number and bound.holds(value)):
+            found[name] = _not_allowed(name, value, bound.text)
+    return found
+
+
+def check_fields(arguments: Any) -> None:
+    """Check each field of a configuration by itself; a `ValueError` names all that are wrong."""
+    if found := field_problems(type(arguments), vars(arguments)):
+        raise ValueError("\n".join(found.values()))

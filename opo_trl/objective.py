@@ -416,8 +416,14 @@ class Objective:
         return self.log_ratio_reduction
 
     def describe_objective(self) -> str:
-        """Line of a run's plan."""
-        return f"{type(self).__name__}, log-ratio {self.log_ratio_reduction}"
+        """Line of a run's plan: the fields that it reads."""
+        fields = {name: getattr(self.args, name, None) for name in sorted({*self.fields, "beta"})}
+        return ", ".join(
+            [
+                type(self).__name__,
+                *(f"{name} = {value}" for name, value in fields.items() if value not in (None, False, 0, "none")),
+            ]
+        )
 
     def targets(self, groups: Groups) -> Targets:
         """Targets of complete groups: once per rollout, or when a group is scored."""
@@ -491,10 +497,6 @@ class OPO(Objective):
         }
     )
     is_regression = True
-
-    def describe_objective(self) -> str:
-        fields = self.args.describe_objective()
-        return fields if type(self) is OPO else f"{type(self).__name__}; {fields}"
 
     @property
     def reads_logps(self) -> bool:  # type: ignore[override]

@@ -59,12 +59,6 @@ class GRPO(Objective):
         """Whether the ratio is the geometric mean over a completion."""
         return self.args.importance_sampling_level == "sequence"
 
-    def describe_objective(self) -> str:
-        level, names = "completion" if self.of_completions else "token", self.fields - {"importance_sampling_level"}
-        given = {name: getattr(self.args, name) for name in sorted(names)} | {"beta": getattr(self.args, "beta", None)}
-        values = [f"{name} = {value:g}" for name, value in given.items() if value]
-        return ", ".join([f"{type(self).__name__}, ratio per {level}", *values])
-
     def loss(self, samples: Samples) -> Loss:
         ratio, advantage = self.ratio(samples), samples.spread(samples.target)
         losses = self.token_losses(ratio, advantage, samples)
@@ -204,15 +198,6 @@ class TOPR(Objective):
         }
     )
     pulls_back = False
-
-    def describe_objective(self) -> str:
-        args, (low, high), (least, most) = self.args, self.args.positive_bounds, self.args.negative_bounds
-        escort = f" (alpha = {args.alpha:g}, temperature {args.escort_temperature:g})" if args.push == "escort" else ""
-        beta = f", beta = {args.beta:g}" if getattr(args, "beta", 0) else ""
-        return (
-            f"TOPR, push {args.push}{escort}, ratio within [{low:g}, {high:g}] for right and "
-            f"[{least:g}, {most:g}] for wrong completions, log-ratio {args.log_ratio_reduction}{beta}"
-        )
 
     def targets(self, groups: Groups) -> Targets:
         args = self.args

@@ -15,22 +15,18 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
-from . import methods
-from .arguments import OPOScriptArguments, check_together
+from .arguments import OPOScriptArguments
 from .checks import files
 from .checks.errors import report_error
-from .checks.ranges import reject
 from .checks.secrets import mask, mask_words
-from .checks.silent import check_generation_config
 from .checks.weights import check_weights
 from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
@@ -71,9 +67,6 @@ def prepare(argv: Sequence[str]) -> Run:
         `ValueError`, `ImportError`, `OSError`: the run is impossible as requested; no file has been touched.
     """
     script, args, model_config, recipe = parse(argv)
-    check_together(script, args, model_config, recipe)
-    if not isinstance(args, OPOConfig):  # asynchronous training
-        args.check_requirements(script, model_config)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
     checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
@@ -85,12 +78,9 @@ def prepare(argv: Sequence[str]) -> Run:
     revision: Any = {"revision": model_config.model_revision}
     config = AutoConfig.from_pretrained(path, **revision, **trusted)
     tokenizer = AutoTokenizer.from_pretrained(path, **revision, **trusted)
-    with suppress(OSError):  # not every model has that file
-        generation = GenerationConfig.from_pretrained(path, **revision).to_dict()
-        check_generation_config(getattr(args, "generation_kwargs", None) or {}, generation)
     given: Any = args.model_init_kwargs or {}
     if "torch_dtype" in given:
-        reject("model_init_kwargs", given, "torch_dtype", "is overridden by `dtype`", "Set `dtype` instead")
+        raise ValueError("`torch_dtype` in model_init_kwargs is overridden by `dtype`. Set `dtype` instead.")
     options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
     options |= {"use_safetensors": True}  # pickled weights could run code
     args.model_init_kwargs = options = {**revision, **options, **given}
@@ -109,7 +99,10 @@ def prepare(argv: Sequence[str]) -> Run:
         check_enough_prompts(len(data.training), args, data.plan)
 
     folder = Path(args.output_dir)
-    trainer = methods.by_trainer()[script.trainer].trainer_class(
+    kind: Any = OPOTrainer
+    if not isinstance(args, OPOConfig):
+        from .launch.async_recipe import AsyncRecipeTrainer as kind
+    trainer = kind(
         model=path,
         reward_funcs=reward_funcs,
         args=args,

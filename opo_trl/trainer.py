@@ -294,7 +294,7 @@ class OPOTrainer(GRPOTrainer):
             logger.warning(
                 f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
-                f"this is REINFORCE with escort weights. For off-policy steps, set {config.off_policy_fields}."
+                f"this is REINFORCE with escort weights. For off-policy steps, see docs/reuse.md."
             )
         check_replaced()
         check_trainable(self.model, None if self._has_trained else self.optimizer)

@@ -12,7 +12,6 @@ PACKAGE = ROOT / "opo_trl"
 # From the ground up. A room is a module or a folder of modules; it imports from those before it.
 ROOMS = (
     "fields",
-    "methods",
     "trl",
     "objective",
     "objectives",

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers import EXACT, RecordingOPO, Script, logged, norm, relative_error, trained
 
+from benchmarks.methods import method_of
 from benchmarks.objectives.grid import CELLS
 from opo_trl import OPOConfig
 from opo_trl.config import ObjectiveConfig
-from opo_trl.methods import method_of
 from opo_trl.objective import Groups, Samples, escort_weights
 from opo_trl.objectives import TOPR
 

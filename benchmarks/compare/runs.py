@@ -9,9 +9,6 @@ from typing import Any
 
 from opo_trl.checks.files import read_json
 from opo_trl.checks.text import one_line
-from opo_trl.fields import DATA, MODEL, SAMPLING
-from opo_trl.launch.output_dir import MODEL_PREFIX, fields_deciding
-from opo_trl.methods import DEFAULT
 from opo_trl.report.run_folder import (
     ENVIRONMENT,
     LOG,
@@ -28,7 +25,15 @@ from opo_trl.report.several import INCIDENTAL
 
 Settings = Mapping[str, Any]
 
-_DEFINING_PREFIXES = (MODEL_PREFIX, "validation_", "report_")
+_DEFINING_PREFIXES = ("lora_", "validation_", "report_")
+_DEFINING = """
+    dataset_name dataset_config dataset_train_split dataset_test_split chat_template_kwargs tools environment_factory
+    datasets test_split_size test_fraction columns dataset_settings levels fraction subset_seed prompt_style
+    instruction max_prompt_length rollouts rollouts_model
+    model_name_or_path model_revision dtype load_in_8bit load_in_4bit use_peft use_dora use_rslora
+    num_generations max_completion_length max_tool_calling_iterations temperature top_p top_k min_p
+    repetition_penalty generation_kwargs vllm_structured_outputs_regex max_completions
+"""
 
 # Settings that make optimizer steps of a rollout.
 ROLLOUT = ("generation_batch_size", "steps_per_generation", "num_iterations", "gradient_accumulation_steps")
@@ -81,7 +86,7 @@ def read_run(folder: Path) -> Run:
 def defining_settings(settings: Settings) -> dict[str, Any]:
     """Data, budget, base model and reward: runs that differ here answer different questions."""
     prefixed = [key for key in settings if key.startswith(_DEFINING_PREFIXES) and key != "report_to"]
-    defining = (*fields_deciding(DATA, MODEL, SAMPLING), "max_completions", *sorted(prefixed))
+    defining = (*_DEFINING.split(), *sorted(prefixed))
     values = {key: settings.get(key) for key in defining}
     if settings.get("max_completions") is None:  # otherwise the number of steps and passes is the method's own
         values["max_steps"] = steps = settings.get("max_steps")
@@ -149,7 +154,7 @@ def method_settings(settings: Settings) -> dict[str, Any]:
 
 def what_differs(methods: Mapping[str, list[Run]]) -> list[list[str]]:
     """Settings in which methods differ: name and values; `–` if a method has no such field, or does not use it."""
-    settings = [{"trainer": DEFAULT, **method_settings(runs[0].settings)} for runs in methods.values()]
+    settings = [{"trainer": "opo", **method_settings(runs[0].settings)} for runs in methods.values()]
     keys = sorted({key for own in settings for key in own})
     rows = [[key, *(_shown(own.get(key)) for own in settings)] for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]

@@ -1,7 +1,6 @@
 """Checks of a model's weights: its files hold every tensor of the model, and training moves one of them."""
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,13 +49,18 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     kind = AutoModelForSequenceClassification if scores else kind
     source: Any = {name: options[name] for name in _SOURCE if name in options}
     how: Any = {"device_map": "meta", "attn_implementation": "eager", "output_loading_info": True}
-    with unsharded(), _quietly():
-        model, info = kind.from_pretrained(path, config=config, **how, **source)
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with unsharded():
+            model, info = kind.from_pretrained(path, config=config, **how, **source)
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
-        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more tensors" if missing[3:] else "")
         raise ValueError(
-            f"{field}={path!r}: its files lack {shown}, which Transformers would initialize at random. Restore the "
-            "files, or correct config.json."
+            f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors that Transformers "
+            "would initialize at random. Restore the files, or correct config.json."
         )
 
 
@@ -65,12 +69,6 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)
-    elif getattr(args, "beta", 0) and hasattr(model, "peft_config"):
-        names, active = [*model.peft_config], model.active_adapter
-        if active != "default" or "ref" in names:  # TRL copies "default" to "ref", whichever adapter is trained
-            said = f"beta={args.beta} needs an adapter 'default' that is trained, and none called 'ref'"
-            fix = "Load it without `adapter_name`, delete the other (`delete_adapter`), or set `beta` to 0"
-            raise ValueError(f"{said}; the model has {', '.join(names)}, and trains {active}. {fix}.")
     for name in (reward for reward in rewards if isinstance(reward, str)):
         check_weights("reward_funcs", name, options, scores=True)
 
@@ -87,20 +85,12 @@ def check_trainable(model: Any, optimizer: Any) -> None:
         )
     if hasattr(getattr(model, "get_output_embeddings", lambda: None)(), "lora_A"):
         raise ValueError(
-            "An adapter is on the LM head, which TRL does not train. Remove the head from `lora_target_modules`, or "
-            "`target_modules`."
+            "An adapter is on the LM head, which TRL does not train. Remove the head from `lora_target_modules`."
         )
-    for adapter in getattr(model, "peft_config", {}).values():
-        wanted = getattr(adapter, "target_modules", None)
-        wanted = wanted if isinstance(wanted, list | set) else ()
-        names = [f".{name}" for name in getattr(model, "targeted_module_names", ())]
-        if names and (absent := sorted(name for name in wanted if not any(own.endswith(f".{name}") for own in names))):
-            warnings.warn(f"target_modules: {', '.join(absent)} matches nothing in the model.", stacklevel=2)
     if optimizer is not None and trained.isdisjoint(held):
         raise ValueError(
             f"optimizers={(type(optimizer).__name__, '…')} would not train the model: the optimizer holds none of its "
-            "weights that require a gradient. Make it of those of the model that is passed, after its adapter is "
-            "added, or leave it out."
+            "weights that require a gradient. Make it of those of the model that is passed, or leave it out."
         )
 
 
@@ -115,17 +105,3 @@ def unsharded() -> Iterator[None]:
         deepspeed._hf_deepspeed_config_weak_ref = zero3
         if efficient is not None:
             os.environ[_RAM_EFFICIENT] = efficient
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without progress bars and warnings: loading a model for good shows them."""
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if has_bars:
-            logging.enable_progress_bar()

@@ -11,21 +11,23 @@ from typing import Any
 
 import torch
 import yaml
-from trl import ModelConfig
 
-from ..arguments import OPOScriptArguments
 from ..checks import files
 from ..checks.secrets import mask, mask_words
-from ..config import OPOConfig
-from ..fields import INHERITED, deciding
-from ..methods import config_classes
+from ..config import CONTENT, OPOConfig
 from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings, read_summary
 from ..rollout.checkpoint import resolve
 
 
 logger = logging.getLogger(__name__)
 
-MODEL_PREFIX = "lora_"
+# Fields that a run keeps when it resumes from a checkpoint, besides those of LoRA: all but its length, what it saves,
+# logs, validates and reports, and how it is executed. A checkpoint would hide new values of optimizer and schedule.
+KEPT = (
+    *("model_name_or_path", "model_revision", "dtype", "load_in_8bit", "load_in_4bit", "use_peft", "use_dora"),
+    *("use_rslora", "optim", "learning_rate", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    *("weight_decay", "seed", *CONTENT),
+)
 
 
 def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: bool) -> str | None:
@@ -37,7 +39,7 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
     """
     checkpoint = resolve(args.resume_from_checkpoint, args.output_dir)
     saved = read_settings(Path(checkpoint).resolve().parent) if checkpoint else {}
-    names = (*kept_on_resume(), *(name for name in settings if name.startswith(MODEL_PREFIX)))
+    names = (*KEPT, *(name for name in settings if name.startswith("lora_")))
     differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
     lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
     if lines:
@@ -56,20 +58,6 @@ def _continues(args: OPOConfig, checkpoint: str | None) -> bool:
     if checkpoint is None:
         return args.resume_from_checkpoint == "auto" and not is_finished(folder)
     return Path(checkpoint).resolve().parent == folder.resolve()
-
-
-def kept_on_resume() -> tuple[str, ...]:
-    """
-    Fields that a run keeps when it resumes from a checkpoint: all but its length, what it saves, logs, validates and
-    reports, and how it is executed. A checkpoint restores optimizer and scheduler, which would hide new values.
-    """
-    return (*fields_deciding(*INHERITED), "seed")
-
-
-def fields_deciding(*topics: str) -> tuple[str, ...]:
-    """Fields of recipes, of all methods, that decide one of these topics."""
-    kinds = (OPOScriptArguments, ModelConfig, *config_classes())
-    return tuple(dict.fromkeys(name for topic in topics for kind in kinds for name in deciding(kind, topic)))
 
 
 def claim(args: OPOConfig, checkpoint: str | None) -> None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..config import OPOConfig
 from ..data import tokenize_prompts
-from ..data.prompts import shown
 from ..data.rollouts import RECORDED
 from ..rewards.scoring import IsolatedReward
 from ..rollout.recorded import as_scored
@@ -40,10 +39,8 @@ def check_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase) 
     for key in options if isinstance(template, str) else ():
         of_transformers = key in inspect.signature(tokenizer.apply_chat_template).parameters
         if not of_transformers and not re.search(rf"\b{re.escape(key)}\b", template):
-            whose = f"the chat template of {tokenizer.name_or_path!r}"
-            raise ValueError(
-                f"chat_template_kwargs={options!r}: {key!r} has no effect: {whose} does not use it. Remove {key!r}."
-            )
+            said = f"chat_template_kwargs={options!r}: {key!r} has no effect: the chat template does not use it"
+            raise ValueError(f"{said}. Remove {key!r}.")
 
 
 def check_length(
@@ -59,17 +56,12 @@ def check_length(
     `in_template` are further arguments of the chat template, such as `tools`.
     """
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if context is None:
-        return
     options = cast(dict, args.chat_template_kwargs or {}) | in_template
-    lengths = [len(ids) for ids in tokenize_prompts(list(prompts), tokenizer, options)]
-    longest, room = max(lengths), context - (args.max_completion_length or 0)
-    if longest > room:
-        prompt = shown(prompts[lengths.index(longest)])
-        drop = f"Set `max_prompt_length` to {room} to drop longer prompts, or shorten" if room > 0 else "Shorten"
+    longest = max(map(len, tokenize_prompts(list(prompts), tokenizer, options))) if context else 0
+    if context and longest + (args.max_completion_length or 0) > context:
         raise ValueError(
-            f"max_completion_length={args.max_completion_length} does not fit: the longest prompt, {prompt}, has "
-            f"{longest} tokens, the context has {context}. {drop} `max_completion_length`."
+            f"max_completion_length={args.max_completion_length} does not fit: the longest prompt has {longest} "
+            f"tokens, the context {context}. Lower it, or set `max_prompt_length` to drop longer prompts."
         )
 
 
@@ -79,9 +71,7 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
 
     `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
     """
-    whose, fix = "the dataset", "Map yours: `columns: {solution: …}`"
     if RECORDED in data.column_names:
-        whose, fix = "the dataset of rollouts", "Add `solution` or `reward` to each row"
         data = as_scored(data)
     columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
@@ -89,14 +79,11 @@ def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[st
         function = reward.reward if isolated else reward
         if not callable(function):  # a reward model
             continue
-        named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
         given = ["prompts", "completions", "completion_ids", *(() if isolated else of_trainer)]
         try:
             inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
         except (ValueError, TypeError) as error:
-            if "'solution'" in str(error) and "solution" not in columns:
-                said = f"{named} needs answers, and {whose} has no column with them, only {data.column_names}"
-                raise ValueError(f"{said}. {fix}; or set `reward_funcs` to one that needs none.") from error
+            named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
             called = f"It is called by keyword, with {', '.join(given)} and the columns {columns}"
-            fix = "Rename a column, or set `reward_funcs` to a function such as `def reward(completions, **columns)`"
+            fix = "Map columns (`columns: {solution: …}`), or let the function take `**columns`"
             raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error

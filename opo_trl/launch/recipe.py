@@ -11,6 +11,7 @@ import difflib
 import functools
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -21,13 +22,13 @@ import trl
 from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
-from .. import methods
 from ..arguments import OPOScriptArguments
 from ..checks import secrets, strict_yaml
-from ..config import OPOConfig, field_problems
-from ..fields import hints
+from ..config import OPOConfig
+from ..fields import field_problems, hints
 
 
+TRAINERS = ("opo", "async_opo")
 # Objectives that were trainers once, or are taken for one.
 _OBJECTIVES = {
     "truncated_reinforce": "`objective: topr`, `positive_bounds: [0, 2]` and `negative_bounds: [0, 2]`",
@@ -61,7 +62,12 @@ class _Parser(TrlParser):
 
 
 def _argument_classes(trainer: str) -> tuple[type, type, type]:
-    return OPOScriptArguments, methods.by_trainer()[trainer].config_class, ModelConfig
+    if trainer == "opo":
+        return OPOScriptArguments, OPOConfig, ModelConfig
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")  # our pages say so
+        from .async_recipe import AsyncRecipeConfig
+    return OPOScriptArguments, AsyncRecipeConfig, ModelConfig
 
 
 def _fields(trainer: str) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def _fields(trainer: str) -> dict[str, Any]:
 class Fields:
     """What a recipe and the command line over it say, each value with the type of its field."""
 
-    trainer: str  # a key of [`methods.by_trainer`]
+    trainer: str  # one of [`TRAINERS`]
     values: dict[str, Any]  # every field of the trainer's three dataclasses, with its default if it is not set
     named: set[str]  # the fields that are set
     env: dict[str, str]  # environment variables that the recipe sets
@@ -107,11 +113,11 @@ def read(argv: Sequence[str]) -> Fields:
     recipe = {} if own.config is None else strict_yaml.read(own.config)
     if own.trainer is not None:
         recipe["trainer"] = own.trainer
-    trainer, known = recipe.get("trainer") or methods.DEFAULT, methods.by_trainer()
+    trainer = recipe.get("trainer") or "opo"
     if instead := _OBJECTIVES.get(trainer):
         raise ValueError(f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {instead} instead.")
-    if trainer not in known:
-        raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(known)}.")
+    if trainer not in TRAINERS:
+        raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(TRAINERS)}.")
     if not isinstance(env := recipe.pop("env", None) or {}, dict):
         raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
 
@@ -139,6 +145,9 @@ def read(argv: Sequence[str]) -> Fields:
     found: dict[str, str] = {}
     for kind in _argument_classes(trainer):
         found |= field_problems(kind, values)
+    if "use_peft" not in named:  # a recipe that sets `use_peft: false` turns adapters off on purpose
+        adapters = [name for name in named if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
+        found |= {name: f"{name}={values[name]!r} has no effect without `use_peft: true`." for name in adapters}
     problems += found.values()
     for word in unknown:
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
@@ -175,7 +184,7 @@ def _hint(name: str, trainer: str) -> str:
     """What to do about a name that is not a field."""
     if name in _GONE:
         return _GONE[name]
-    for other in methods.by_trainer():
+    for other in TRAINERS:
         with suppress(ImportError):  # of a trainer that does not fit the installed TRL
             if name in _fields(other):
                 return f"It belongs to `trainer: {other}`; this recipe is for `trainer: {trainer}`."

@@ -24,16 +24,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks.files import free
-from ..config import OPOConfig
-from ..fields import DATA, OBJECTIVE, REWARDS, SAMPLING, deciding
+from ..config import CONTENT, OPOConfig
 from .frozen_base import local_part
 
 
 logger = get_logger(__name__)
 
-# Fields that cut a rollout, and topics of those that decide what it holds.
+# Fields that cut a rollout.
 CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-CONTENT = (DATA, SAMPLING, REWARDS, OBJECTIVE)
 
 FORMAT = 3  # of the state
 
@@ -201,12 +199,10 @@ def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
 def settings(trainer: Any) -> dict[str, Any]:
     """Settings that determine the rest of a rollout, as read from JSON."""
     args, data = trainer.args, trainer.train_dataset
-    kind: Any = type(args)
-    # `loss_type` is another way to set `objective`.
-    content = [name for topic in CONTENT for name in deciding(kind, topic) if name != "loss_type"]
+    content = [name for name in CONTENT if hasattr(args, name)]
     found = {
         "processes": trainer.accelerator.num_processes,
-        **{name: getattr(args, name) for name in (*CUT, *content, "max_staleness", "seed", "use_vllm")},
+        **{name: getattr(args, name) for name in (*CUT, *content, "seed", "use_vllm")},
         "trainer": trainer._name,
         "reward_funcs": trainer.reward_func_names,
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],

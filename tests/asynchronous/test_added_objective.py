@@ -64,4 +64,4 @@ def test_recipes_name_it(tmp_path, trainer):
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
     assert main(["--config", str(tmp_path / "recipe.yaml")]) == 0
     assert len([line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]) == 2
-    assert "  objective  Cautious; alpha = 0.4, " in (tmp_path / "run" / "plan.txt").read_text()
+    assert "  objective  Cautious, " in (tmp_path / "run" / "plan.txt").read_text()

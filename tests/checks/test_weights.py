@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import RecordingOPO, make_trainer
+from helpers import make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -20,8 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from opo_trl.checks.weights import check_weights
-from opo_trl.data.models import EMBEDDED_MODELS
+from opo_trl.checks.weights import check_trainable, check_weights
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -56,11 +55,9 @@ def damage(source: Path, folder: Path, drop: Callable[[str], bool] = lambda name
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["dense", "sharded", "experts", "packed", "gpt2", *EMBEDDED_MODELS])
-def test_complete_model_is_accepted(models, kind, capfd):
-    path = EMBEDDED_MODELS[kind] if kind in EMBEDDED_MODELS else str(models[kind])
-    check_weights("model", path, {"dtype": "float32", "device_map": "cpu"})
-    assert capfd.readouterr().err == ""
+@pytest.mark.parametrize("kind", ["sharded", "experts", "packed", "gpt2"])
+def test_complete_model_is_accepted(models, kind):
+    check_weights("model", str(models[kind]), {"dtype": "float32", "device_map": "cpu"})
 
 
 @pytest.mark.parametrize("tensor", ["lm_head.weight", "model.embed_tokens.weight"])
@@ -69,37 +66,29 @@ def test_a_tied_tensor_may_be_missing(models, tmp_path, tensor):
     check_weights("model", path, {})
 
 
-THREE = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
-
-
 @pytest.mark.parametrize(
     ("kind", "drop", "config", "says"),
     [
         ("sharded", lambda name: name == UP, {}, f"lack {UP}, "),
         ("gpt2", lambda name: name.endswith("h.1.ln_1.weight"), {}, "h.1.ln_1.weight, "),
-        ("dense", lambda name: False, THREE, "lack model.layers.2.input_layernorm.weight, "),
-        ("dense", lambda name: "embed" in name or "head" in name, {"tie_word_embeddings": True}, "embed_tokens"),
+        (
+            "dense",
+            lambda name: False,
+            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
+            "lack model.layers.2.input_layernorm.weight, ",
+        ),
     ],
 )
-def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(models, tmp_path, capfd, kind, drop, config, says):
+def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(models, tmp_path, kind, drop, config, says):
     path = damage(models[kind], tmp_path / "model", drop, **config)
-    with pytest.raises(ValueError, match="=") as error:
+    with pytest.raises(ValueError, match=f"model_name_or_path='{path}': its files .*{says}"):
         check_weights("model_name_or_path", path, {})
-    assert f"model_name_or_path='{path}'" in str(error.value)
-    assert says in str(error.value)
-    assert capfd.readouterr().err == ""  # neither a table nor a progress bar
 
 
-@pytest.mark.parametrize(
-    "drop",
-    [
-        lambda name: name.startswith("model.layers.1.mlp.experts.3."),
-        lambda name: name == "model.layers.1.mlp.experts.3.up_proj.weight",
-    ],
-)
-def test_a_missing_part_of_a_merged_tensor_raises_too(models, tmp_path, drop):
+def test_a_missing_part_of_a_merged_tensor_raises_too(models, tmp_path):
+    missing = "model.layers.1.mlp.experts.3.up_proj.weight"
     with pytest.raises((ValueError, RuntimeError)):
-        check_weights("model", damage(models["experts"], tmp_path / "model", drop), {})
+        check_weights("model", damage(models["experts"], tmp_path / "model", lambda name: name == missing), {})
 
 
 def test_trainer_rejects_policy_and_reward_model(tiny_model, tmp_path):
@@ -128,13 +117,12 @@ def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_mod
     make_trainer(loaded(is_trainable=True), tmp_path / "run", beta=0.1).train()
 
 
-@pytest.mark.parametrize("trainer_class", [RecordingOPO])
-def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path, trainer_class):
+def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path):
     model, another = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
 
     def trainer(optimized, **arguments):
         arguments["optimizers"] = (torch.optim.SGD(optimized.parameters(), lr=0.1), None)
-        return make_trainer(model, tmp_path, trainer_class=trainer_class, trainer_arguments=arguments)
+        return make_trainer(model, tmp_path, trainer_arguments=arguments)
 
     own = trainer(model)
     own.train()
@@ -142,3 +130,10 @@ def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path, trainer
     for made in (trainer(another), trainer(model, peft_config=LoraConfig(r=2))):
         with pytest.raises(ValueError, match=r"optimizers=\('SGD', '…'\) would not train the model"):
             made.train()
+
+
+def test_adapter_on_the_head_is_named(tiny_model):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match="An adapter is on the LM head, which TRL does not train"):
+        check_trainable(adapted, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import trl.kernels.chunked_logprob
 import trl.trainer.utils
-from helpers import USE_CPU, make_trainer
+from helpers import make_trainer
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,13 +90,10 @@ def test_peaks_of_a_gpu(name: str):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("4 rows", {"rows": 4, **TO_SCORE}),
         ("16 rows of 512 tokens", {"rows": 16, "prompt": 1, "completion": 511}),
         ("1 row, no checkpointing", {"checkpointing": False, **TO_SCORE}),
         ("4 rows, LoRA, float32 adapters", {"rows": 4, "lora": True, **TO_SCORE}),
-        ("1 row, LoRA, no checkpointing", {"lora": True, "checkpointing": False, **TO_SCORE}),
         ("4 rows, float32 weights under autocast", {"rows": 4, **TO_SCORE, **FLOAT32, "compute": 2}),
-        ("4 rows, float32", {"rows": 4, **TO_SCORE, **FLOAT32}),
         ("1 row, eager attention", {"attention": "eager", **TO_SCORE}),
     ],
 )
@@ -127,8 +124,7 @@ def test_what_each_of_two_processes_holds(name: str, options: dict[str, Any]):
     assert gradients == pytest.approx(recorded["step"]["gradients"][1], rel=0.02)
 
 
-@pytest.mark.parametrize("model_type", memory.ARCHITECTURES)
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("model_type", "checkpointing"), [("llama", False), ("qwen3", True)])
 def test_allocator_in_a_pass(model_type: str, checkpointing: bool):
     """Peak of a forward and backward pass with TRL's head on a CPU, besides weights and gradients."""
     sizes = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64}
@@ -160,36 +156,16 @@ def test_allocator_in_a_pass(model_type: str, checkpointing: bool):
 # The plan
 
 
-def test_plan_is_that_of_the_trainer(tiny_model, tmp_path):
+def test_plan_is_that_of_the_trainer(tiny_model, tmp_path, monkeypatch):
     trainer = make_trainer(tiny_model, tmp_path, optim="adamw_torch_fused", beta=0.1)
     n = sum(p.numel() for p in trainer.model.parameters())
     components = plan.memory_plan(trainer)["layers"]
-    assert [components[name] for name in ("weights", "gradients", "optimizer", "reference model")] == [
-        4 * n,
-        4 * n,
-        8 * n,
-        4 * n,
-    ]
-    prompt, completion = plan._row_tokens(trainer)
-    text = plan.training_plan(trainer)
-    rows = f"1 × ({prompt} + 4 × {completion}" if USE_CPU else f"4 × ({prompt} + {completion}"
-    assert f"not sharded over 1; {rows}) tokens" in text
-    assert "peak at LM head: " in text
-    assert ("of the device's" in text) is not USE_CPU
-
-
-@pytest.mark.parametrize(
-    ("component", "field"), [("vLLM", "vllm_gpu_memory_utilization"), ("optimizer", "accelerate_config")]
-)
-def test_warning_of_what_does_not_fit_names_the_field_to_change(tiny_model, tmp_path, monkeypatch, component, field):
-    trainer = make_trainer(tiny_model, tmp_path)
-    monkeypatch.setattr(plan, "memory_plan", lambda _: {"generation": {component: 9.1e9}, "other": {}})
+    parts = [components[name] for name in ("weights", "gradients", "optimizer", "reference model")]
+    assert parts == [4 * n, 4 * n, 8 * n, 4 * n]
     monkeypatch.setattr(plan, "_device_bytes", lambda _: int(10e9))
-    warning = plan.training_plan(trainer).splitlines()[-1]
-    assert "WARNING: does not leave 10% of the device's 10 GB" in warning
-    assert f"`{field}`" in warning
-    monkeypatch.setattr(plan, "_device_bytes", lambda _: int(10.2e9))
-    assert "fits, with 10%" in plan.training_plan(trainer)
+    for held, says in ((9.1e9, "WARNING: does not leave 10% of the device's 10 GB"), (8.9e9, "fits, with 10% of")):
+        monkeypatch.setattr(plan, "memory_plan", lambda _, held=held: {"generation": {"vLLM": held}, "other": {}})
+        assert says in plan.training_plan(trainer).splitlines()[-1]
 
 
 def test_architectures_that_share_prompts_are_those_of_the_formula():

@@ -102,5 +102,5 @@ def test_recipe_decides_what_is_asked(tmp_path, column, fields, asked):
 
 
 def test_a_reward_that_compares_needs_answers(tmp_path):
-    with pytest.raises(ValueError, match=r"'accuracy_reward' needs answers.*no column with them, only \['prompt'\]"):
+    with pytest.raises(ValueError, match=r"'accuracy_reward' cannot be called: .*'solution'.* the columns \[\]"):
         check_columns([accuracy_reward], load(tmp_path, {}, [{"prompt": "1?"}] * 8).training)

@@ -101,7 +101,7 @@ def test_recipe_trains_as_it_stands(folder: Path, caplog):
     assert steps[0]["kl"] == 0  # beta acts
     assert steps[1]["opo/chi2"] >= 0
     plan = (folder / "run" / "plan.txt").read_text()
-    assert "DrGRPO, ratio per token, epsilon = 0.2, epsilon_high = 0.28" in plan
+    assert "DrGRPO, beta = 0.04, epsilon = 0.2, epsilon_high = 0.28" in plan
     assert "8 prompts of ./data (train): prompt_style: dataset" in plan
     assert (folder / "run" / "adapter_model.safetensors").is_file()
     stored = yaml.safe_load((folder / "run" / "recipe.yaml").read_text())

@@ -204,7 +204,7 @@ def test_all_processes_draw_the_same_groups():
 
 
 def test_replay_without_a_second_pass_is_rejected(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match=r"max_staleness=3 with num_iterations=1 has no effect.*`num_iterations`"):
+    with pytest.raises(ValueError, match=r"max_staleness=3 replays nothing.*`num_iterations`"):
         make_trainer(tiny_model, tmp_path, max_staleness=3)
 
 

@@ -1,63 +1,11 @@
-"""The trainers that a recipe can name, and what reports call the methods that they train with."""
+"""What tables and figures call the methods that runs were trained with."""
 
-import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 
-DEFAULT = "opo"  # the `trainer` of a recipe that names none
 BASELINE = "grpo"  # of a comparison, by default
-
-
-@dataclass(frozen=True)
-class TrainerOfRecipes:
-    """Dotted paths of a trainer and its configuration, imported on use: importing TRL takes seconds."""
-
-    name: str
-    trainer: str
-    config: str
-    page: str
-
-    @property
-    def trainer_class(self) -> Any:
-        """The trainer."""
-        return _imported(self.trainer)
-
-    @property
-    def config_class(self) -> Any:
-        """Its configuration."""
-        return _imported(self.config)
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")  # our pages say so
-        return getattr(import_module(module), name)
-
-
-_ASYNC = ("opo_trl.launch.async_recipe.AsyncRecipeTrainer", "opo_trl.launch.async_recipe.AsyncRecipeConfig")
-_TRAINERS = (
-    TrainerOfRecipes("opo", "opo_trl.trainer.OPOTrainer", "opo_trl.config.OPOConfig", "docs/methods/opo.md"),
-    TrainerOfRecipes("async_opo", *_ASYNC, "docs/async.md"),
-)
-
-
-def by_trainer() -> dict[str, TrainerOfRecipes]:
-    """The trainers that a recipe can name in `trainer`, by name."""
-    return {trainer.name: trainer for trainer in _TRAINERS}
-
-
-def config_classes() -> list[Any]:
-    """The configurations of these trainers that fit the installed TRL; asynchronous training is experimental there."""
-    found = []
-    for trainer in by_trainer().values():
-        with suppress(ImportError):
-            found.append(trainer.config_class)
-    return found
 
 
 @dataclass(frozen=True)
