@@ -31,8 +31,9 @@ _CLIPPED = ("clip_ratio/region_mean", "clip_ratio", "cispo_clip_ratio")
 def diagnose(run: Path, output: Path | None) -> int:
     """Print the verdicts on a run, and write them to a page; returns 1 if one of them is "wrong"."""
     folders = (run, run.resolve().parent) if run.is_dir() else ()  # a checkpoint is judged as its run
+    notes: list[str] = []
     if own := next(filter(is_run, folders), None):
-        log, settings, notes = read_log(own), read_settings(own), []
+        log, settings = read_log(own), read_settings(own)
     else:
         log, notes = read(run)
         # Ratios of whole completions, as in GSPO, clip all tokens of a completion or none.

@@ -21,7 +21,6 @@ class Diagnostic:
     low: float = -math.inf
     high: float = math.inf
     off_policy: bool = False  # whether only off-policy steps count: before them, the policy is the behaviour policy
-    of: float = math.nan  # what the sentence names besides facts
     wrong: tuple[float, float] = (-math.inf, math.inf)  # outside of these, the run no longer learns
 
     def range(self) -> str:
@@ -32,7 +31,7 @@ class Diagnostic:
 
     def sentence(self, facts: Mapping[str, float]) -> str:
         """What the log says, without a full stop."""
-        return _SENTENCES[self.name].format_map({**facts, "of": self.of})
+        return _SENTENCES[self.name].format_map(facts)
 
     def advice(self, side: str) -> tuple[str, str]:
         """What a value below (`"<"`) or above (`">"`) the bound means, and what to try; empty if there is no bound."""
@@ -60,8 +59,8 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
         Diagnostic("gradient", "grad_norm", "ratio", low=0.01, high=10, wrong=(1e-4, math.inf)),
         # Where do completions pull the policy that has moved since they were written, and how far is it from theirs?
         Diagnostic("pull-back", "grad_norm", "over_on_policy", high=10, off_policy=True),
-        Diagnostic("escort", "opo/escort/ess", "median", low=min(2.0, 0.6 * group), of=group),
-        Diagnostic("χ²", "opo/chi2", "median", high=radius, off_policy=True, of=radius),
+        Diagnostic("escort", "opo/escort/ess", "median", low=min(2.0, 0.6 * group)),
+        Diagnostic("χ²", "opo/chi2", "median", high=radius, off_policy=True),
         Diagnostic("kept", "opo/conservation_residual", "median", low=-0.5, off_policy=True),
         Diagnostic("ratios", "opo/ratio/ess", "low", low=least_ess),
         Diagnostic("clipped", "clip_ratio/region_mean clip_ratio", "mean", high=most_clipped),
@@ -96,8 +95,8 @@ _SENTENCES = {
     "entropy": "Entropy per token went from {start:.2g} to {last:.2g} nats",
     "gradient": "Gradient norm went from {start:.3g} to {last:.3g}",
     "pull-back": "Gradient norm of off-policy steps was {over_on_policy:.2g} times that of on-policy steps",
-    "escort": "Escort effective sample size stayed at {median:.1f} of {of}",
-    "χ²": "χ² to the behaviour policy in off-policy steps was {median:.2g}, with a bound of {of:g}",
+    "escort": "Escort effective sample size stayed at {median:.1f}",
+    "χ²": "χ² to the behaviour policy in off-policy steps was {median:.2g}",
     "kept": "Probability kept by the completions trained on changed by {median:+z.0%} in off-policy steps",
     "ratios": "Effective sample size of the ratios to the behaviour policy was at least {low:.0%} of the completions "
     "in nine of ten optimizer steps",
