@@ -222,23 +222,13 @@ def test_functions_add_every_entry(path):
     assert {*KEYS[path]} <= {*constants(inspect.unwrap(resolve_name(path)).__code__)}
 
 
-def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.delattr(trl.GRPOTrainer, "_calculate_rewards")
-    monkeypatch.setattr(trl.GRPOTrainer, "get_high_entropy_mask", lambda self, entropies, mask: mask)
-    monkeypatch.setattr(trl.GRPOTrainer, "__init__", lambda self, model, reward_funcs, args: None)
-    found = "\n".join(problems())
-    assert "GRPOTrainer._calculate_rewards is missing" in found
-    assert "GRPOTrainer.get_high_entropy_mask has no parameter threshold" in found
-    assert "GRPOTrainer._logs is missing" in found
-
-
-@pytest.mark.parametrize("version", ["1.16.0", "1.16.1", "1.16.2.dev0"])
+@pytest.mark.parametrize("version", ["1.16.0", "1.16.2.dev0"])
 def test_tested_versions_pass(version, monkeypatch):
     monkeypatch.setattr(trl, "__version__", version)
     check()
 
 
-@pytest.mark.parametrize("version", ["1.15.2", "1.16.0.dev0", "1.17.0", "2.0.0"])
+@pytest.mark.parametrize("version", ["1.15.2", "1.17.0"])
 def test_version_outside_the_tested_range_is_rejected(version, monkeypatch):
     monkeypatch.setattr(trl, "__version__", version)
     with pytest.raises(ImportError, match=f"installed {version}. Install it with `pip install 'trl") as error:
