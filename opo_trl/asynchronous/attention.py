@@ -5,38 +5,27 @@ TRL packs a micro-batch as a prefix tree, and attends along its paths with Flash
 `kernels` takes from the Hub at the first step. That kernel is made for Hopper GPUs, and takes 16-bit numbers only.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
-from trl.trainer.utils import compute_flops_per_token
 
 from ..trl import temporarily
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Check that a model, with or without an adapter, lets Transformers choose its attention; or a `ValueError`."""
+    """Check that Transformers can choose a model's attention; or a `ValueError`."""
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     if not inner._supports_attention_backend:
         raise ValueError(
-            f"{type(inner).__name__} has an attention of its own, which does not keep apart the samples that "
-            "asynchronous training packs as trees. Train it with `trainer: opo` (`OPOTrainer`), or another model."
+            f"{type(inner).__name__} has an attention of its own, which would mix the samples of a micro-batch. Train "
+            "it with `trainer: opo` (`OPOTrainer`), or another model."
         )
-
-
-def flops_per_token(config: Any, length: int) -> float:
-    """TRL's estimate, for a metric; NaN where it knows no such model: its first step would end the run."""
-    try:
-        return compute_flops_per_token(config, length)
-    except AttributeError:
-        return math.nan
 
 
 @contextmanager
@@ -67,10 +56,9 @@ def tree_attention(
     """
     Attention of tokens that are packed as a prefix tree, to the tokens on their own path from its root.
 
-    It computes with a dense mask, `[N, N]` for N packed tokens: right for any tree, in time and memory that grow with
-    the square of a micro-batch's tokens. `query`, `key` and `value` are `[1, heads, N, size]`, the result `[1, N,
-    heads, size]`. `tree_kv_index` has the positions on the paths of all segments, one path after the other, each
-    ending with its segment; the other two are bounds of the segments among the tokens, and of the paths.
+    It computes with a dense mask, `[N, N]` for N packed tokens. `tree_kv_index` has the positions on the paths of all
+    segments, one path after the other, each ending with its segment; the other two are bounds of the segments among
+    the tokens, and of the paths.
     """
     mask = _mask(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, query.shape[2], sliding_window)
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap)

@@ -13,7 +13,7 @@ import asyncio
 import queue
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -26,10 +26,7 @@ from .worker import OPORolloutLoop
 
 
 class GeneratesInProcess(_AsyncRolloutLoop):
-    """
-    Mixin for a rollout loop: `rollout` makes a number of complete groups, by a `policy` in the same process. `seed` is
-    that of the completions.
-    """
+    """Mixin for a rollout loop: `rollout` makes a number of complete groups, by a `policy` in the same process."""
 
     def __init__(self, *, policy: Any, seed: int, **named):
         super().__init__(**named)
@@ -90,10 +87,7 @@ def sample(
     pad: int,
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """
-    Sample a completion of each prompt: tokens and their log-probabilities at the temperature, `[B, T]` each, of which
-    what follows the first token of `eos` does not count.
-    """
+    """Tokens of a completion of each prompt, and their log-probabilities, `[B, T]`; after `eos` they do not count."""
     width = max(map(len, prompts))
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -138,22 +132,18 @@ class InProcessWorker:
 
     Args:
         model, args, train_dataset, reward_funcs, tools:
-            As in the trainer. A copy of the model, loaded with `args.model_init_kwargs`, generates on the CPU in
-            float32; the functions are called in this process; without a server, the default of `args.token_budget`
-            is 0; prompts are lists of messages.
+            As in the trainer. A copy of the model generates on the CPU in float32; the functions are called in this
+            process; the default of `args.token_budget` is 0; prompts are lists of messages.
         processing_class (`~transformers.PreTrainedTokenizerBase`):
             Tokenizer with a chat template that TRL knows, or with a `response_template`.
         staleness (`int`, *optional*, defaults to `0`):
             How many versions older than the current policy the one that generates is, as far as there are as many. TRL
-            fetches a micro-batch ahead, so in training a sample is up to one version older; `opo/off_policy_steps`
-            counts it, `sample/staleness_max` does not.
+            fetches a micro-batch ahead, so in training a sample is up to one version older.
         loop_class (`type`, *optional*):
-            Loop that generates and scores. For another trainer: a class that derives from [`GeneratesInProcess`]
-            first, and from that trainer's loop.
+            For another trainer: a class that derives from [`GeneratesInProcess`] first, and from that trainer's loop.
 
     Raises:
         `ValueError`: every completion would be dropped as too old.
-        [`RewardError`]: in training, a reward function fails, or no completion of many groups has a score.
     """
 
     def __init__(
@@ -170,8 +160,8 @@ class InProcessWorker:
     ):
         if staleness > args.max_staleness:
             raise ValueError(
-                f"A staleness of {staleness} is above max_staleness={args.max_staleness}, so every completion would "
-                f"be dropped. Set `max_staleness` to at least {staleness}."
+                f"max_staleness={args.max_staleness} drops every completion. Set it to at least {staleness}, the "
+                "staleness of this worker."
             )
         if args.token_budget is None:
             args.token_budget = 0
@@ -179,7 +169,7 @@ class InProcessWorker:
         self.rollout_buffer = _Samples(self._produce)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.policies: dict[int, dict[str, Tensor]] = {}  # by version
-        self.version, self.loop = 0, cast(Any, None)
+        self.version = 0
         rewards = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         self._loop_kwargs: dict[str, Any] = {"dataset": train_dataset, "reward_funcs": rewards, "tools": tools}
         self._loop_kwargs["processing_class"] = processing_class
@@ -192,7 +182,7 @@ class InProcessWorker:
         policy = AutoModelForCausalLM.from_pretrained(self.model, **{**options, "dtype": torch.float32}).eval()
         ends = policy.generation_config.eos_token_id
         same = ("num_generations", "temperature", "chat_template_kwargs", "max_tool_calling_iterations")
-        self.loop = self.loop_class(
+        self.loop: Any = self.loop_class(
             **self._loop_kwargs,
             **{name: getattr(args, name) for name in (*same, "fork_threshold_tokens")},
             max_tokens=args.max_completion_length,
@@ -207,17 +197,8 @@ class InProcessWorker:
             **dict.fromkeys(("heartbeat_value", "failed_event", "exception_info_queue")),
         )
 
-    def stop(self) -> None:
-        if self.loop is not None:
-            self.loop._tool_pool.shutdown()
-            self.loop._loop.close()
-            self.loop = None
-
     def update_model_version(self, model_version: int) -> None:
         self.version = model_version
-
-    def check_health(self, stale_after_s: float) -> None:
-        """Nothing runs between two samples."""
 
     def _produce(self) -> list[RolloutSample]:
         """A rollout of as many completions as an optimizer step takes, by the policy `staleness` versions ago."""
@@ -227,10 +208,9 @@ class InProcessWorker:
         if unexpected:
             raise RuntimeError(f"The trainer's parameters {', '.join(unexpected)} are not in {self.model!r}.")
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        groups = max(per_step // args.num_generations, 1)
         samples: list[RolloutSample] = []
         while not samples:  # OPO's loop ends the run if no group has any
-            samples = loop._loop.run_until_complete(loop.rollout(groups))
+            samples = loop._loop.run_until_complete(loop.rollout(max(per_step // args.num_generations, 1)))
         return samples
 
     # As a weight transfer
@@ -239,10 +219,7 @@ class InProcessWorker:
         self.policies[self.version + 1] = {name: tensor.detach().cpu().clone() for name, tensor in iterator}
         self.policies.pop(self.version - self.staleness, None)
 
-    def init_weight_transfer(self) -> None:
-        """There is nothing to connect, nor to stop."""
+    def _nothing(self, *_: Any) -> None:
+        """Nothing runs between two samples, and there is nothing to connect."""
 
-    pause = resume = init_weight_transfer
-
-    def destroy(self) -> None:
-        self.policies.clear()
+    stop = check_health = init_weight_transfer = pause = resume = destroy = _nothing

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -85,14 +85,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     trainer.train()
     ```
 
-    `args` is an [`AsyncOPOConfig`], by default with an output folder named after the model; the rest is as in TRL. On
-    a CPU, and with `model_init_kwargs={"attn_implementation": "sdpa"}` on any device, attention is PyTorch's. A
+    On a CPU, and with `model_init_kwargs={"attn_implementation": "sdpa"}` on any device, attention is PyTorch's. A
     `rollout_worker` makes targets, as [`~asynchronous.worker.OPORolloutWorker`] does.
 
     Raises:
-        `TypeError`: `args` is a configuration of another trainer.
-        `ValueError`: TRL cannot pack samples for the model's attention, or send its parameters to a server (ZeRO-3,
-            FSDP 1); or the server reports other log-probabilities than those of the policy that it samples from.
+        `ValueError`: TRL cannot pack samples for the model's attention; or the server reports other log-probabilities
+            than those of the policy that it samples from.
     """
 
     _tag_names = ["trl", "async-opo"]  # noqa: RUF012 (TRL declares these as class attributes)
@@ -119,8 +117,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     ):
         check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
-        if not isinstance(args, AsyncOPOConfig):
-            raise TypeError(f"args is of type {type(args).__name__}. Pass an `AsyncOPOConfig`.")
         # TRL's worker, and ours, apply a chat template to every prompt.
         text = rollout_worker is not None and not hasattr(rollout_worker, "_loop_kwargs")
         if not text and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
@@ -129,13 +125,11 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
                 'to a list of messages, `[{"role": "user", "content": …}]`.'
             )
         check_models(model, (), args)
+        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        plain = options.get("attn_implementation") == "sdpa" or args.device.type == "cpu"
         # TRL sets the attention itself, and says so if another one is asked for.
-        given: Any = args.model_init_kwargs or {}  # a dict, once parsed
-        options = dict(given)
-        if (asked := options.get("attn_implementation")) in (None, "sdpa"):
-            options.pop("attn_implementation", None)
-        args.model_init_kwargs = options
-        plain = asked == "sdpa" or args.device.type == "cpu"
+        ours = ("attn_implementation", None), ("attn_implementation", "sdpa")
+        args.model_init_kwargs = {name: value for name, value in options.items() if (name, value) not in ours}
         with (
             attention.in_pytorch(args.device) if plain else nullcontext(),
             temporarily(async_grpo_trainer, AsyncRolloutWorker=OPORolloutWorker),
@@ -147,7 +141,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             if isinstance(self.rollout_worker, AsyncRolloutWorker):
                 check_logprobs(self.vllm_client, args.temperature)
         attention.check_model(self.model)
-        self._check_sharding()
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
@@ -168,28 +161,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
         if (options := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
             options["opo"] = kind(args.objective_fields)  # sent to the worker's process
-            if isinstance(self.rollout_worker, AsyncRolloutWorker):
-                options["vocab_size"] = cast(Any, self.model.config).get_text_config().vocab_size
-
-    def _check_sharding(self):
-        """TRL does not gather such parameters before it sends them."""
-        deepspeed = self.accelerator.state.deepspeed_plugin
-        fsdp1 = self.is_fsdp_enabled and not self.accelerator.is_fsdp2
-        if fsdp1 or (deepspeed is not None and deepspeed.zero_stage == 3):
-            raise ValueError(
-                f"{'FSDP 1' if fsdp1 else 'DeepSpeed ZeRO-3'} shards parameters in a way that TRL's asynchronous "
-                "trainer cannot send. Use FSDP2 (`fsdp_version: 2`), or DeepSpeed with a `zero_stage` of at most 2."
-            )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        As in TRL, but only complete checkpoints are resumed, with the prompts of which no completion has been trained.
-        Completions that were on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
-
-        Raises:
-            `ValueError`: the wanted checkpoint is not complete, there is none, or no weight would be trained.
+        As in TRL, but a run is resumed with the prompts of which no completion has been trained. Completions that were
+        on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
         """
-        check_replaced()
         check_trainable(self.model, self.optimizer)
         folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         self._skip(())
@@ -207,7 +184,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if options is not None:
             options |= {"trained": frozenset(trained)}
             if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
-                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
+                options |= {"dataset_start_index": 0}
 
     def _streaming_iter(self):
         """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
@@ -238,12 +215,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         """
         (rows,) = examples  # one for each process; on the main process, which collates for all
         samples = [sample for row in rows for sample in row.samples]
-        if not all(OWN in sample["metrics"] for sample in samples):
-            raise ValueError(
-                f"The rollout worker {type(self.rollout_worker).__name__} computes no targets for OPO. Derive it from "
-                "`opo_trl.asynchronous.worker.OPORolloutWorker`, or pass each complete group through "
-                "`opo_trl.asynchronous.targets.with_targets`."
-            )
+        # A `KeyError` if the rollout worker computes no targets.
         own = [(sample["advantage"], *sample["metrics"].pop(OWN)) for sample in samples]
         version = self.model_version - self._syncs
         tables = [[generated_by - version, target, *values] for target, generated_by, *values in own]
@@ -290,9 +262,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         metrics.update(own)
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
-        losses = self._losses(
-            logps, inputs["old_log_probs"][trained], inputs["segment_id"][trained], inputs["opo_rows"][0]
-        )
+        behaviour, row = inputs["old_log_probs"][trained], inputs["segment_id"][trained]
+        losses = self._losses(logps, behaviour, row, inputs["opo_rows"][0])
         # TRL's trainer does not divide by the number of micro-batches; DDP and FSDP take the mean over processes.
         loss = losses.sum() * (self.accelerator.num_processes / num_items_in_batch)
         if self.aux_loss_enabled:
@@ -300,10 +271,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         return loss
 
     def _losses(self, logps: Tensor, behaviour: Tensor, row: Tensor, table: Tensor) -> Tensor:
-        """
-        Loss of each sample, `[B]`, from the log-probabilities of its trained tokens under the policy and the behaviour
-        policy, `[M]` each, their sample, `[M]`, and `_collate`'s table.
-        """
+        """Loss of each sample, `[B]`, of log-probabilities of trained tokens, their sample, and `_collate`'s table."""
         table = table[~table[:, 0].isnan()].to(torch.promote_types(logps.dtype, torch.float32))  # without padding
         generated_at, target, *means = table.T
         synchronizations = (self._syncs - generated_at) * self.args.weight_sync_steps
@@ -334,14 +302,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         """After an optimizer step: count its prompts, gather its samples from all processes, once, and log them."""
         if not self._passes_left:
             self._trained_groups |= self._groups_of_step
-            end, waiting = self._epoch_stop_groups or math.inf, set().union(*self._collated)
-            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
-            if min(waiting, default=-1) >= end:
-                unscored = {*range(cast(int, end))} - self._trained_groups
-                self._trained_groups |= unscored
-                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
-        with temporarily(async_grpo_trainer, compute_flops_per_token=attention.flops_per_token):
-            super()._log_step_metrics()
+        super()._log_step_metrics()
         # Processes have different numbers of samples.
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
         table, self._reports = self.accelerator.gather(table).cpu(), []
@@ -362,7 +323,6 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
             return
-        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
         super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -6,16 +6,13 @@ import json
 import pickle
 import threading
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import scripted
-from accelerate import DistributedType, PartialState
 from trl.experimental.async_grpo import AsyncGRPOConfig, async_rollout_worker
-from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig
-from opo_trl.asynchronous.worker import OPORolloutWorker, check_logprobs
+from opo_trl.asynchronous.worker import OPORolloutWorker
 from opo_trl.config import ObjectiveConfig
 
 
@@ -106,23 +103,3 @@ def test_log_probabilities_of_another_policy_are_rejected(
         worker = AsyncOPOTrainer(tiny_model, len, args, **named).rollout_worker
         assert isinstance(worker, OPORolloutWorker)
         assert worker._loop_kwargs["opo"].args.mu == 0.7
-
-
-def test_server_that_does_not_say_it_is_named(server, monkeypatch):
-    """Without development mode, in which it takes weights."""
-    server.mode = None
-    monkeypatch.setattr(VLLMClient, "get_server_info", lambda self: {})
-    PartialState()
-    url = f"http://me:secret@127.0.0.1:{server.server_port}"
-    with pytest.raises(ValueError, match=r"at http://\*\*\*@127.* does not report.*`VLLM_SERVER_DEV_MODE=1`"):
-        check_logprobs(VLLMClient(url, 10.0), 1.0)
-
-
-@pytest.mark.parametrize(("stage", "rejected"), [(2, False), (3, True)])
-def test_parameters_that_cannot_be_sent_are_rejected(stage, rejected):
-    # Without DeepSpeed's processes, only what the check reads.
-    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage))
-    accelerator = SimpleNamespace(state=state, distributed_type=DistributedType.DEEPSPEED, is_fsdp2=False)
-    trainer = SimpleNamespace(accelerator=accelerator, is_fsdp_enabled=False)
-    with pytest.raises(ValueError, match=r"ZeRO-3 shards parameters.*Use FSDP2") if rejected else nullcontext():
-        AsyncOPOTrainer._check_sharding(trainer)

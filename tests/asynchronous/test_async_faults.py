@@ -1,20 +1,17 @@
-"""A worker or reward that fails, in the worker's own process, and a server that is gone or answers wrongly."""
+"""A worker or reward that fails, in the worker's own process, and a server that is gone."""
 
-import asyncio
-import json
-import math
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
-import aiohttp
 import faulty
 import psutil
 import pytest
@@ -25,9 +22,8 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_rollout_worker
 
 from opo_trl.asynchronous import worker as worker_module
-from opo_trl.asynchronous.worker import OPORolloutLoop, OPORolloutWorker
+from opo_trl.asynchronous.worker import OPORolloutWorker
 from opo_trl.objective import OPO
-from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import IsolatedReward
 from opo_trl.rollout import vllm_server
 
@@ -60,10 +56,10 @@ def healthy():
 
 
 @contextmanager
-def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4, start="forkserver"):
-    """The worker, running, with a loop that needs no server; forked with all imports, or spawned. It ends in time."""
+def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
+    """The worker, running, forked with all imports, with a loop that needs no server. It ends in time."""
     prepare()
-    context = multiprocessing.get_context(start)
+    context = multiprocessing.get_context("forkserver")
     monkeypatch.setattr(async_rollout_worker, "mp", SimpleNamespace(get_context=lambda method: context))
     monkeypatch.setattr(forkserver, "connect_to_new_process", SERVER.connect_to_new_process)
     for name in ("is_vllm_available", "is_aiohttp_available"):
@@ -111,15 +107,16 @@ def take_samples(worker):
 def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, reward, message):
     with (
         working(monkeypatch, tiny_model, tmp_path, healthy, reward) as worker,
-        pytest.raises(RewardError, match=rf"The rollout worker has failed: RewardError: {message}"),
+        pytest.raises(RuntimeError, match="worker child has failed") as raised,
     ):
         take_samples(worker)
+    assert re.search(message, str(raised.value.__cause__))
 
 
 def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_model, tmp_path, healthy):
     """Whose signal reaches this process, too; the trainer needs completions until it has saved."""
     isolated = IsolatedReward(faulty.fine, workers=1)
-    with working(monkeypatch, tiny_model, tmp_path, healthy, isolated, start="spawn") as worker:
+    with working(monkeypatch, tiny_model, tmp_path, healthy, isolated) as worker:
         for _ in range(2):
             assert worker.rollout_buffer.get(timeout=LIMIT).metrics["reward"] == 0.0
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -135,7 +132,7 @@ def test_worker_that_is_killed_inside_a_sample_ends_the_run(monkeypatch, tiny_mo
         time.sleep(1)  # the pipe is full
         os.kill(worker._process.pid, signal.SIGKILL)
         began = time.monotonic()
-        with pytest.raises(RuntimeError, match=r"has ended with exit code -9.*Resume from the last checkpoint"):
+        with pytest.raises(RuntimeError, match=r"has been killed\. Resume from the last checkpoint"):
             take_samples(worker)
         assert time.monotonic() - began < 20
 
@@ -169,86 +166,3 @@ def test_silent_server_ends_the_run(monkeypatch, tiny_model, tmp_path):
         pytest.raises(RuntimeError, match=rf"The vLLM server at {url} no longer answers"),
     ):
         worker.check_health(stale_after_s=60.0)
-
-
-# Answers
-
-
-CHOICE = {"token_ids": [10, 258], "logprobs": {"token_logprobs": [-1.0, -0.5]}}
-
-
-def completion(**entries) -> dict:
-    return {"choices": [{**CHOICE, **entries}]}
-
-
-@pytest.fixture
-def server():
-    """An HTTP server that does what its `answer` says: a status with a body, or an address."""
-
-    class Answers(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = made.answer
-            self.send_response(status)
-            if 300 <= status < 400:
-                self.send_header("Location", body)
-            text = body if isinstance(body, str) else json.dumps(body)
-            self.send_header("Content-Type", "text/html" if isinstance(body, str) else "application/json")
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        do_GET = do_POST
-
-        def log_message(self, *args):
-            pass
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-    made.daemon_threads, made.block_on_close = True, False
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
-
-
-def loop_for(server, model, tmp_path):
-    """The loop of the worker's process, with real requests."""
-    url, opo = f"http://me:secret@127.0.0.1:{server.server_port}", OPO(scripted.config(tmp_path))
-    return faulty.loop_here(OPORolloutLoop, model, vllm_server_url=url, opo=opo, vocab_size=259, max_inflight_tasks=2)
-
-
-FAILS = r"The vLLM server at http://\*\*\*@127\.0\.0\.1:\d+ fails: "
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        ((404, {}), "ClientResponseError: 404"),
-        ((302, "/login"), "TooManyRedirects"),
-        ((200, "<html>Log in</html>"), r"ContentTypeError: 200, .*text/html"),
-        ((200, {"choices": []}), r"ValueError: it returns no tokens, but \{'choices': \[\]\}"),
-        ((200, completion(logprobs=None)), "ValueError: it returns no tokens, but .*'logprobs': None"),
-        ((200, completion(logprobs={"token_logprobs": [-1.0, math.nan]})), "returns 1 finite .* of 2 tokens"),
-        ((200, completion(logprobs={"token_logprobs": [None, -1.0]})), "returns 1 finite .* of 2 tokens"),
-        ((200, completion(token_ids=[10, 259])), r"token 259, and the model has 259\. It serves another"),
-    ],
-)
-def test_server_that_fails_is_named(tiny_model, tmp_path, server, answer, said):
-    """With its status and without its password; not a tool or an environment."""
-    server.answer = answer
-    loop = loop_for(server, tiny_model, tmp_path)
-    with pytest.raises(RuntimeError, match=FAILS + f".*{said}") as raised:
-        asyncio.run(asyncio.wait_for(loop._run_loops(asyncio.Event()), LIMIT))
-    assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize("status", [500, 429])
-def test_server_that_may_recover_is_named_and_asked_again(tiny_model, tmp_path, server, status):
-    server.answer = (status, {})
-    loop = loop_for(server, tiny_model, tmp_path)
-
-    async def once():
-        async with aiohttp.ClientSession() as loop.session:
-            await loop._post("/v1/completions", {"model": "policy", "prompt": [1], "max_tokens": 2}, 5)
-
-    with pytest.raises(ConnectionResetError, match=FAILS + f"ClientResponseError: {status}"):  # TRL asks again
-        asyncio.run(once())

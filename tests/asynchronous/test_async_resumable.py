@@ -26,14 +26,6 @@ def lengths(completion_ids, place, **named):
     return [None if i == UNSCORED else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
 
 
-def lengths_of_all(completion_ids, **named):
-    return [float(len(ids)) for ids in completion_ids]
-
-
-def lengths_of_most(completion_ids, place, **named):
-    return [None if i % 4 == 3 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
-
-
 class Noted(AsyncOPOTrainer):
     """Notes the groups of each micro-batch that is trained, and their prompts' places in the stream."""
 
@@ -56,7 +48,7 @@ class Notes(TrainerCallback):
         self.trainer.notes.clear()
 
 
-def make(model: str, folder: Path, reward=lengths, **options) -> Noted:
+def make(model: str, folder: Path, **options) -> Noted:
     # Six samples in a micro-batch, four in a group: groups are divided.
     args = scripted.config(
         folder,
@@ -73,7 +65,7 @@ def make(model: str, folder: Path, reward=lengths, **options) -> Noted:
     )
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.response_template = PLAIN
-    worker = InProcessWorker(model, args, PROMPTS, reward, tokenizer, staleness=1)
+    worker = InProcessWorker(model, args, PROMPTS, lengths, tokenizer, staleness=1)
     both = {"rollout_worker": worker, "weight_transfer": worker}
     trainer = Noted(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **both)
     trainer.remove_callback(scripted.PrinterCallback)
@@ -104,39 +96,6 @@ def check_each_prompt_once(folder: Path):
     assert {*places} == {group for group in range(last + 1) if group % len(PROMPTS) != UNSCORED}
 
 
-def test_resumed_run_trains_each_prompt_once(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=3).train()
-    # What was collated ahead is not counted as trained, and what was trained behind a gap is.
-    folder = tmp_path / "checkpoint-3"
-    trained = {group for _, groups in trained_groups(tmp_path) for group in groups}
-    assert json.loads((folder / TRAINED).read_text()) == sorted(trained)
-    assert UNSCORED not in trained
-    assert max(trained) > UNSCORED
-    resumed = make(tiny_model, tmp_path)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == STEPS
-    check_each_prompt_once(tmp_path)
-
-
-def test_checkpoint_that_a_kill_cut_short_is_not_resumed(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=3).train()
-    (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    resumed = make(tiny_model, tmp_path, max_steps=5)
-    resumed.train(resume_from_checkpoint="auto")
-    assert [step for step, _ in trained_groups(tmp_path)] == [1, 2, 3, 4, 5]
-    (tmp_path / "checkpoint-5" / "trainer_state.json").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-5' cannot be resumed: it has no complete trainer_state\.json"):
-        make(tiny_model, tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-
-
-def test_run_that_was_finished_trains_no_more(tiny_model, tmp_path):
-    make(tiny_model, tmp_path, max_steps=2).train()
-    resumed = make(tiny_model, tmp_path, max_steps=2)
-    resumed.train(resume_from_checkpoint=True)
-    assert [step for step, _ in trained_groups(tmp_path)] == [1, 2]
-    assert resumed.state.global_step == 2
-
-
 @pytest.mark.parametrize("passes", [1, 2])
 def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
     """
@@ -144,14 +103,12 @@ def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
     bound on the steps of an epoch is below that.
     """
     options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "num_iterations": passes}
-    trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
-    trainer.train()
-    assert trainer.state.global_step == 8 * passes
+    for resumed in (None, True):  # what is finished trains no more
+        trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.global_step == 8 * passes
     assert {group for _, groups in trained_groups(tmp_path) for group in groups} == {*range(17)} - {UNSCORED}
-    resumed = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 8 * passes
-    assert sum(entry.get("batch/groups_per_step", 0) for entry in resumed.state.log_history) == 16
+    assert sum(entry.get("batch/groups_per_step", 0) for entry in trainer.state.log_history) == 16
 
 
 def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_model, tmp_path):
@@ -176,28 +133,10 @@ def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):
         assert killed == [-signal.SIGKILL], logs(tmp_path)
     assert launch(train_or_resume, tiny_model, folder, folder=tmp_path) == [0], logs(tmp_path)
     check_each_prompt_once(folder)
+    # What was collated ahead is not counted as trained, and what was trained behind a gap is.
+    trained = {group for _, groups in trained_groups(folder) for group in groups}
+    assert json.loads((folder / f"checkpoint-{STEPS}" / TRAINED).read_text()) == sorted(trained)
 
 
 def train_or_resume(model: str, folder: Path) -> None:
     make(model, folder).train(resume_from_checkpoint="auto")
-
-
-MOST = {group for group in range(16) if group % 4 != 3}
-
-
-@pytest.mark.parametrize(
-    ("reward", "batch_size", "groups"),
-    [
-        (lengths_of_most, 6, MOST),  # eight steps, which divide groups
-        (lengths_of_all, 9, {*range(18)}),  # the eighth step has a completion of the last group, and eight others
-    ],
-)
-def test_an_epoch_trains_all_scored_completions_once(tiny_model, tmp_path, reward, batch_size, groups):
-    """Unscored prompts, the last among them, are not replaced by others."""
-    options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": batch_size}
-    for resumed in (None, True):
-        trainer = make(tiny_model, tmp_path, reward, **options, max_tool_calling_iterations=0)
-        trainer.train(resume_from_checkpoint=resumed)
-        assert trainer.state.global_step == len(groups) * scripted.G // batch_size
-    assert {group for _, step in trained_groups(tmp_path) for group in step} == groups
-    assert sum(entry.get("batch/groups_per_step", 0) for entry in trainer.state.log_history) == len(groups)

@@ -1,15 +1,12 @@
 """The methods of the benchmark of staleness: gradients by their formulas, in float64."""
 
-import itertools
-
 import pytest
 import scripted
 import torch
 from helpers import EXACT, in_float64, norm, relative_error
 from transformers import AutoModelForCausalLM
-from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from benchmarks.staleness_methods import METHODS, repeated
+from benchmarks.staleness_methods import METHODS
 from opo_trl.asynchronous.attention import in_pytorch
 from opo_trl.asynchronous.targets import OWN
 
@@ -72,25 +69,3 @@ def test_gradient_is_that_of_the_formula(tiny_model, tmp_path, name, formula, ow
     expected = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
     assert norm(expected) > 1e-4
     assert relative_error(step.gradient, expected) < EXACT
-
-
-def test_several_steps_over_a_rollout_have_the_same_rows(tiny_model, tmp_path):
-    args = scripted.config(tmp_path, per_device_train_batch_size=4, max_steps=4)
-    samples = scripted.samples(scripted.conversations(tiny_model, groups=4), args)
-    for sample in samples:
-        del sample.metrics[OWN]
-    taken = []
-
-    class Noted(repeated(AsyncGRPOTrainer, 2)):
-        def __init__(self, *inputs, **named):
-            with in_pytorch(torch.device("cpu")):
-                super().__init__(*inputs, **named)
-
-        def training_step(self, model, inputs, num_items_in_batch=None):
-            taken.append(inputs["input_ids"].clone())
-            return super().training_step(model, inputs, num_items_in_batch)
-
-    trainer = scripted.train(tiny_model, args, samples, Noted)
-    assert trainer.state.global_step == 4
-    same = [one.shape == other.shape and torch.equal(one, other) for one, other in itertools.pairwise(taken)]
-    assert same == [True, False, True]

@@ -15,7 +15,6 @@ from opo_trl import OPOConfig, OPOTrainer
 
 
 WARM, COUNTED = 2, 4  # optimizer steps
-SETTINGS = {"plain": {}, "two passes": {"num_iterations": 2}, "replay": {"num_iterations": 2, "max_staleness": 2}}
 WAITS = [(owner, "synchronize") for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream)]
 GATHERS = [(torch.distributed, name) for name in ("all_gather", "all_gather_into_tensor", "all_gather_object")]
 
@@ -116,10 +115,9 @@ def count(trainer_class: type[GRPOTrainer], model: str, folder: Path, **options)
     return {name: n / COUNTED for name, n in counting.found.items()}
 
 
-def assert_no_more_than_grpo(model: str, folder: Path, setting: str) -> None:
-    """Neither waits nor gathers, in a setting; GRPOTrainer has no replay, and makes two passes instead."""
-    own = count(OPOTrainer, model, folder, **SETTINGS[setting])
-    grpo = count(GRPOTrainer, model, folder, **SETTINGS["two passes" if setting == "replay" else setting])
-    print(f"{setting}: {own}, GRPOTrainer {grpo}")
+def assert_no_more_than_grpo(model: str, folder: Path, *, num_iterations: int, **replay: int) -> None:
+    """Neither waits nor gathers; GRPOTrainer has no replay."""
+    own = count(OPOTrainer, model, folder, num_iterations=num_iterations, **replay)
+    grpo = count(GRPOTrainer, model, folder, num_iterations=num_iterations)
     assert grpo["waits"] > 20  # the count sees something
     assert all(number <= grpo[kind] for kind, number in own.items()), (own, grpo)

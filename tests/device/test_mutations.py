@@ -58,18 +58,11 @@ MUTATIONS = {
         (ONE, HOST, "RUNS", "entropy"),
     ),
     "entries of a rollout stay on the host": Mutation(
-        "rollout/trainer.py",
+        "trainer.py",
         "send_to_device(self._finish_rollout(rollout), device)",
         "self._finish_rollout(rollout)",
         DEVICES_DIFFER,
         (ONE, HOST, "RUNS", "sampler's ratios"),
-    ),
-    "replay is resumed on the host": Mutation(
-        "rollout/checkpoint.py",
-        'send_to_device(state["replay"], device)',
-        'state["replay"]',
-        "Expected all tensors|replay on {'cpu'}",
-        (ONE, RESUMED, "RESUMED", "replay and dropout"),
     ),
     "rest of a rollout is resumed on the host": Mutation(
         "rollout/checkpoint.py",
@@ -79,7 +72,7 @@ MUTATIONS = {
         (ONE, RESUMED, "RESUMED", "inside a rollout"),
     ),
     "the device's numbers become NumPy's": Mutation(
-        "rollout/planner.py", ".cpu().numpy()", ".numpy()", "can't convert cuda", (ONE, HOST, "RUNS", "replay")
+        "rollout/planner.py", ".cpu().numpy()", ".numpy()", "can't convert cuda", (ONE, HOST, "RUNS", "bfloat16")
     ),
     "an evaluation draws from the device's random numbers": Mutation(
         "evaluate.py",
@@ -93,7 +86,7 @@ MUTATIONS = {
         "column[own].float()",
         "column[own].half().float()",
         "gradient of step",
-        (ONE, "test_generated_run_follows_the_definition", "GENERATED", "plain"),
+        (ONE, "test_generated_run_follows_the_definition"),
     ),
     "metrics are gathered on the host": Mutation(
         "metrics/step.py",
@@ -103,26 +96,10 @@ MUTATIONS = {
         (TWO, HOST_OF_TWO, "RUNS", "replay"),
         **ON_TWO,
     ),
-    "widths are gathered on the host": Mutation(
-        "rollout/dynamic_sampling.py",
-        "for name in tables]], device=accelerator.device)",
-        "for name in tables]])",
-        NOT_OF_NCCL,
-        (TWO, HOST_OF_TWO, "RUNS", "dynamic sampling"),
-        **ON_TWO,
-    ),
-    "broken weights are counted on the host": Mutation(
-        "checks/weights.py",
-        "found.to(accelerator.device)",
-        "found",
-        NOT_OF_NCCL,
-        (TWO, "test_weights_that_are_not_finite_on_one_process_are_rejected_on_both"),
-        **ON_TWO,
-    ),
     "tokens of one process count for all": Mutation(
-        "rollout/trainer.py",
-        "self.accelerator.gather(completion_tokens(rows).sum()).sum()",
-        "completion_tokens(rows).sum()",
+        "trainer.py",
+        "self.accelerator.gather(completion_tokens(rows).sum(dim=1)).double()",
+        "completion_tokens(rows).sum(dim=1).double()",
         "gradient of step",
         (TWO, HOST_OF_TWO, "RUNS", "DAPO"),
         **ON_TWO,
@@ -137,8 +114,8 @@ MUTATIONS = {
     ),
     "one process is given both devices": Mutation(
         "checks/devices.py",
-        "if args.n_gpu < 2:",
-        "if args.n_gpu:",
+        "if args.n_gpu > 1:",
+        "if args.n_gpu > 2:",
         DEVICES_DIFFER,
         (TWO, "test_one_process_that_sees_two_devices_trains_on_the_first"),
         devices=2,

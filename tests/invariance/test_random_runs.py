@@ -1,21 +1,15 @@
 """
 Random configurations: planned runs against unplanned ones, resumed against whole ones, two processes against one.
 
-    PYTHONPATH=tests python -m invariance.test_random_runs [--first 100] [--number 20]
-
 A seed determines the configuration: how a rollout is cut, passed over and replayed, the terms of the objective, which
 completions are truncated, unscored or partly written by a tool, and where the run is resumed. Completions and rewards
-are scripted. Ends with status 1 if a run differs.
+are scripted.
 """
 
-import argparse
 import functools
 import itertools
 import json
 import random
-import shutil
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +18,6 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import PROMPTS, Recording, Script, distance, logged, make_trainer, snapshot, without_times
-from tiny import save_tiny_model
 
 from opo_trl import OPOConfig
 
@@ -170,23 +163,3 @@ def test_another_configuration_differs(tiny_model: str, tmp_path: Path):
     other, _ = make(tiny_model, tmp_path, 0, alpha=0.9)
     other.train()
     assert error(other, snapshot(one.model)) > 10 * TOLERANCE
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m invariance.test_random_runs")
-    parser.add_argument("--first", type=int, default=0, help="first seed")
-    parser.add_argument("--number", type=int, default=20, help="number of seeds")
-    arguments = parser.parse_args()
-    seeds, differing = range(arguments.first, arguments.first + arguments.number), []
-    with tempfile.TemporaryDirectory() as name:
-        model = save_tiny_model(Path(name) / "model")
-        for seed in seeds:
-            differing += [f"seed {seed}: {each}" for each in compare_in_one_process(model, Path(name) / "runs", seed)]
-            shutil.rmtree(Path(name) / "runs")
-        differing += compare_with_two_processes(model, Path(name) / "two", seeds)
-    print("", *differing, f"{len(seeds)} configurations, {len(differing)} differences", sep="\n")
-    return int(bool(differing))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

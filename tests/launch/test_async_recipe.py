@@ -3,15 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
-from helpers import USE_CPU, distance, snapshot
-from peft import PeftModel
+from helpers import USE_CPU
 from test_train import arguments
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
@@ -90,24 +87,10 @@ def test_run_resumes_from_its_last_checkpoint(run):
     assert steps == [1, 2, 3, 4, 5]
 
 
-def test_adapters_are_trained_and_their_policy_generates(tmp_path, monkeypatch):
-    sent = []
-    monkeypatch.setattr(InProcessWorker, "destroy", lambda worker: sent.append(worker.policies[max(worker.policies)]))
-    adapters = {"use_peft": "true", "lora_target_modules": "all-linear", "learning_rate": 3e-2, "max_steps": 2}
-    assert train(tmp_path, validation_steps=2, **adapters) == 0
-    base = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
-    before = snapshot(base)
-    trained = snapshot(PeftModel.from_pretrained(base, tmp_path).merge_and_unload())
-    assert distance(trained, before) > 1e-2
-    trained.pop("lm_head.weight")  # tied to the embeddings
-    assert distance({name: sent[0][name] for name in trained}, trained) < 1e-5
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"steps_per_generation": 2}, "It belongs to `trainer: opo`"),
-        ({"in_process_staleness": 9}, "A staleness of 9 is above max_staleness=8, so every completion would be"),
         ({"eval_strategy": "epoch"}, "eval_strategy is not possible with trainer: async_opo"),
         ({"trainer": "opo"}, "this recipe is for `trainer: opo`"),
     ],
@@ -141,18 +124,3 @@ def test_prompts_are_shuffled_by_the_seed(tmp_path):
         orders.append(trainer.rollout_worker._loop_kwargs["dataset"]["place"][:])
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == list(range(20)) != orders[0]
-
-
-def test_evaluation_pads_prompts_on_the_left_also_with_a_tokenizer_that_pads_on_the_right(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(base_model_path())
-    tokenizer.padding_side = "right"
-    AutoModelForCausalLM.from_pretrained(base_model_path()).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    texts, options = ["35-12=", "61-27-21+72-34+36="], {"in_process_staleness": 0, "token_budget": 0, "bf16": False}
-    data = Dataset.from_dict({"prompt": texts, "place": [0, 1]})
-    answers = []
-    for batch in (1, 2):
-        options |= {"per_device_eval_batch_size": batch, "use_cpu": USE_CPU, "report_to": "none"}
-        trainer = AsyncRecipeTrainer(str(tmp_path), [places], AsyncRecipeConfig(str(tmp_path), **options), data)
-        answers.append([sample["completion"] for sample in evaluate(trainer, data, decoding="greedy").samples])
-    assert answers[0] == answers[1]
