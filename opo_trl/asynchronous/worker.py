@@ -84,7 +84,7 @@ class OPORolloutWorker(AsyncRolloutWorker):
         def get(timeout: float | None = None) -> RolloutSample:
             try:
                 return take(timeout=timeout)
-            except EOFError:
+            except (EOFError, OSError):
                 cast(Any, self._process).join(5)
                 self.check_health(math.inf)
                 raise RuntimeError("The rollout worker has been killed. Resume from the last checkpoint.") from None

@@ -1,4 +1,4 @@
-"""A rollout loop without a server, and rewards that fail, for the worker's own process."""
+"""A rollout loop without a server, for the worker's own process."""
 
 import asyncio
 
@@ -14,15 +14,3 @@ class LocalLoop(OPORolloutLoop):
     async def _generate_one_turn(self, prompt_ids):
         await asyncio.sleep(0.01)
         return [10] * self.max_tokens + [self.tokenizer.eos_token_id], [-1.0] * (self.max_tokens + 1)
-
-
-def fine(completions, **named):
-    return [float(i) for i, _ in enumerate(completions)]
-
-
-def exits(completions, **named):
-    raise SystemExit(0)
-
-
-def scores_nothing(completions, **named):
-    return [None] * len(completions)

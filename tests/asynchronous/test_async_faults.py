@@ -13,6 +13,7 @@ from multiprocessing import forkserver
 from types import SimpleNamespace
 
 import faulty
+import plain_rewards
 import psutil
 import pytest
 import scripted
@@ -100,8 +101,11 @@ def take_samples(worker):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (faulty.exits, "The reward function exits has raised SystemExit: 0"),
-        (faulty.scores_nothing, r"No completion of the last 100 groups has a score.*Check .*\(scores_nothing\)"),
+        (plain_rewards.exits, "The reward function exits has raised SystemExit: 0"),
+        (
+            plain_rewards.scores_nothing,
+            r"No completion of the last 100 groups has.*Check .*\(scores_nothing\)",
+        ),
     ],
 )
 def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy, reward, message):
@@ -115,7 +119,7 @@ def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healt
 
 def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_model, tmp_path, healthy):
     """Whose signal reaches this process, too; the trainer needs completions until it has saved."""
-    isolated = IsolatedReward(faulty.fine, workers=1)
+    isolated = IsolatedReward(plain_rewards.fine, workers=1)
     with working(monkeypatch, tiny_model, tmp_path, healthy, isolated) as worker:
         for _ in range(2):
             assert worker.rollout_buffer.get(timeout=LIMIT).metrics["reward"] == 0.0
@@ -127,7 +131,7 @@ def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_
 
 
 def test_worker_that_is_killed_inside_a_sample_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy):
-    with working(monkeypatch, tiny_model, tmp_path, healthy, faulty.fine, tokens=20_000) as worker:
+    with working(monkeypatch, tiny_model, tmp_path, healthy, plain_rewards.fine, tokens=20_000) as worker:
         worker.rollout_buffer.get(timeout=LIMIT)
         time.sleep(1)  # the pipe is full
         os.kill(worker._process.pid, signal.SIGKILL)
@@ -162,7 +166,7 @@ def test_silent_server_ends_the_run(monkeypatch, tiny_model, tmp_path):
     monkeypatch.setattr(vllm_server, "PATIENCE", 1.0)
     url = f"http://127.0.0.1:{free_port()}"
     with (
-        working(monkeypatch, tiny_model, tmp_path, url, faulty.fine) as worker,
+        working(monkeypatch, tiny_model, tmp_path, url, plain_rewards.fine) as worker,
         pytest.raises(RuntimeError, match=rf"The vLLM server at {url} no longer answers"),
     ):
         worker.check_health(stale_after_s=60.0)

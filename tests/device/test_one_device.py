@@ -153,9 +153,6 @@ def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
     assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)
 
 
-# What fails
-
-
 # Asynchronous training
 
 

@@ -1,12 +1,11 @@
 """
 Train with a vLLM server that generates meanwhile; `test_async_with_vllm.py` runs this in separate processes.
 
-    python async_run.py train|refused|fault FOLDER '{"model": …, "port": …, "adapter": false, …}'
+    python async_run.py train|fault FOLDER '{"model": …, "port": …, "adapter": false, …}'
 """
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -103,22 +102,12 @@ def gap(model: torch.nn.Module, completions: list[tuple[list[int], list[int], to
 
 def send_nothing_new(trainer: AsyncOPOTrainer):
     """Send only the first weights, however often the trainer synchronizes."""
-    if not trainer._lora_sync:
-        send, sent = trainer.weight_transfer.send_weights, []
+    send, sent = trainer.weight_transfer.send_weights, []
 
-        def send_the_first(iterator: Iterator):
-            sent.append([*iterator] if sent else send(iterator))
+    def send_the_first(iterator: Iterator):
+        sent.append([*iterator] if sent else send(iterator))
 
-        trainer.weight_transfer.send_weights = send_the_first
-        return
-    load, first = trainer.vllm_client.load_lora_adapter, Path(trainer._lora_dir, "first")
-
-    def load_the_first(name: str, path: str, **named: Any):
-        if not first.exists():
-            shutil.copytree(path, first)
-        load(name, str(first), **named)
-
-    trainer.vllm_client.load_lora_adapter = load_the_first
+    trainer.weight_transfer.send_weights = send_the_first
 
 
 def train(model: str, folder: Path, options: dict) -> dict | None:
@@ -126,8 +115,6 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     trainer = make(model, folder, options)
     if not options["synchronized"]:
         send_nothing_new(trainer)
-    if "requests" in options:
-        trainer.rollout_worker._loop_kwargs |= options["requests"]
     trainer.train()
     if not trainer.accelerator.is_main_process:
         return None
@@ -146,14 +133,6 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
         "gap_of_base": before,
         "log": [{k: v for k, v in entry.items() if isinstance(v, int | float)} for entry in log],
     }
-
-
-def refused(model: str, folder: Path, options: dict) -> dict:
-    """What training is refused with."""
-    try:
-        make(model, folder, options)
-    except ValueError as error:
-        return {"error": str(error)}
 
 
 class Fault(TrainerCallback):
@@ -185,7 +164,7 @@ def faulty(model: str, folder: Path, options: dict) -> None:
 
 def fault(model: str, folder: Path, options: dict) -> dict:
     """How a process ends that trains while something fails: its status, what it said, and after how many seconds."""
-    command = [sys.executable, *options.get("torchrun", []), __file__, "faulty", str(folder), json.dumps(options)]
+    command = [sys.executable, __file__, "faulty", str(folder), json.dumps(options)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     seconds = time.time() - float((folder / "at").read_text())
     if options["what"] == "server hung":
@@ -199,8 +178,6 @@ if __name__ == "__main__":
 
         cpu_shim.patch_async_trainer()
     command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result = {"train": train, "refused": refused, "fault": fault, "faulty": faulty}[command](
-        options["model"], folder, options
-    )
+    result = {"train": train, "fault": fault, "faulty": faulty}[command](options["model"], folder, options)
     if result is not None:
         (folder / "result.json").write_text(json.dumps(result))

@@ -37,14 +37,6 @@ def test_policy_learns_and_the_server_has_its_weights(run, full_server):
 
 
 @pytest.mark.vllm
-def test_filter_of_the_models_configuration_spoils_log_ratios(run, full_server):
-    """`AsyncGRPOTrainer` leaves `min_p` out of its requests, so that the server takes the model's."""
-    config = {"max_steps": 1, "temperature": 0.7}
-    result = run("train", script=SCRIPT, synchronized=True, config=config, requests={"min_p": None}, **full_server)
-    assert result["log"][0]["opo/log_ratio/absmax"] > 0.1
-
-
-@pytest.mark.vllm
 def test_without_synchronization_the_server_does_not(run, full_server):
     result = run("train", script=SCRIPT, synchronized=False, config=FAST, **full_server)
     assert result["gap"] > OTHER
@@ -54,14 +46,11 @@ def test_without_synchronization_the_server_does_not(run, full_server):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("synchronized", [True, False])
-def test_adapter_reaches_the_server(run, adapter_server, synchronized):
-    result = run("train", script=SCRIPT, synchronized=synchronized, config=FAST_ADAPTER, **adapter_server)
+def test_adapter_reaches_the_server(run, adapter_server):
+    result = run("train", script=SCRIPT, synchronized=True, config=FAST_ADAPTER, **adapter_server)
     assert result["adapter"]
-    gaps = result["gap"], result["gap_of_base"]
-    same, other = gaps if synchronized else reversed(gaps)
-    assert same < SAME
-    assert other > OTHER
+    assert result["gap"] < SAME
+    assert result["gap_of_base"] > OTHER
 
 
 @pytest.mark.vllm
@@ -77,41 +66,27 @@ def test_two_processes_train_with_one_server(run, request, kind):
     assert result["gap_of_base"] > OTHER
 
 
-@pytest.mark.vllm
-def test_log_probabilities_of_another_temperature_are_refused(run, adapter_server):
-    result = run("refused", script=SCRIPT, config={"temperature": 0.7, "max_steps": 1}, **adapter_server)
-    assert "runs with `--logprobs-mode raw_logprobs`, so with temperature=0.7 it does not" in result["error"]
-    assert "Start it with `--logprobs-mode processed_logprobs`." in result["error"]
-
-
 # Faults; the last two end the servers
 
 
-def ended(run, server: dict, what: str, config: dict | None = None, **options) -> dict:
+def ended(run, server: dict, what: str) -> dict:
     """How a run has ended that had 40 steps to go when something failed."""
-    config = FAST | {"max_steps": 43} | (config or {})
-    result = run("fault", script=SCRIPT, what=what, patience=10.0, config=config, **options, **server)
+    result = run("fault", script=SCRIPT, what=what, patience=10.0, config={**FAST, "max_steps": 43}, **server)
     assert result["status"] == 1
     return result
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("processes", [1, 2])
-def test_worker_that_is_killed_ends_the_training(run, full_server, processes):
-    two = {"config": {"ddp_backend": "gloo", "per_device_train_batch_size": 24}, "torchrun": TORCHRUN}
-    result = ended(run, full_server, "worker killed", **(two if processes == 2 else {}))
-    assert "The process of the rollout worker has ended with exit code -9" in result["output"]
+def test_worker_that_is_killed_ends_the_training(run, full_server):
+    result = ended(run, full_server, "worker killed")
+    assert "The rollout worker has been killed" in result["output"]
     assert result["seconds"] < 90
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("kind", ["full_server", "adapter_server"])
-def test_server_that_hangs_ends_the_training(run, request, kind):
-    server = request.getfixturevalue(kind)
-    result = ended(run, server, "server hung")
-    assert re.search(
-        rf"server at http://127.0.0.1:{server['port']} no longer|port={server['port']}\): Read", result["output"]
-    )
+def test_server_that_hangs_ends_the_training(run, adapter_server):
+    result, port = ended(run, adapter_server, "server hung"), adapter_server["port"]
+    assert re.search(rf"server at http://127.0.0.1:{port} no longer|port={port}\): Read", result["output"])
     assert result["seconds"] < 400  # TRL's limit, if weights are due
 
 
