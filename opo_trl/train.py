@@ -130,7 +130,8 @@ def run(ready: Run) -> None:
     """Train, and measure accuracies before and after."""
     trainer, script, data, checkpoint = ready.trainer, ready.script, ready.data, ready.checkpoint
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    summary = output_dir.known_accuracies(checkpoint)
+    earlier = run_folder.read_summary(Path(checkpoint).resolve().parent) if checkpoint else {}
+    summary = {"before": earlier["before"]} if "before" in earlier else {}
     is_main = trainer.accelerator.is_main_process
     if is_main:
         output_dir.claim(args, checkpoint)

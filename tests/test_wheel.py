@@ -96,28 +96,11 @@ def test_wheel_trains_in_a_separate_environment(wheel, tmp_path):
     packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", "--quiet", wheel)
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    recipe = {
-        "model_name_or_path": "arithmetic",
-        "dataset_name": "arithmetic",
-        "reward_funcs": ["arithmetic_reward"],
-        "prompt_style": "plain",
-        "levels": ["Level 1"],
-        "output_dir": "run",
-        "max_steps": 1,
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "max_completion_length": 8,
-        "report_size": 4,
-        "validation_size": 4,
-        "dtype": "float32",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     own = ("env", "-u", "PYTHONPATH")
-    run(*own, python, "-m", "opo_trl.train", "recipe.yaml", cwd=tmp_path)
-    assert run(*own, packages.parents[2] / "bin" / "opo-trl", "--version").strip() == opo_trl.__version__
+    command, recipe = packages.parents[2] / "bin" / "opo-trl", "arithmetic/opo.yaml"
+    assert run(*own, command, "--version").strip() == opo_trl.__version__
+    run(*own, command, "recipes", recipe, cwd=tmp_path)
+    small = ("--output_dir", "run", "--max_steps", 1, "--report_size", 4, "--validation_size", 4)
+    run(*own, python, "-m", "opo_trl.train", f"recipes/{recipe}", *small, cwd=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["optimizer_steps"] == 1

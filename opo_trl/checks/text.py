@@ -1,7 +1,6 @@
 """Untrusted text, made safe to show in messages, tables and pages."""
 
 import re
-from typing import Any
 
 
 # Control characters except tab and line feed, other ends of lines, marks that reverse the direction of writing, and
@@ -18,8 +17,3 @@ def one_line(text: str, longest: int = 200) -> str:
     """Printable text in one line, cut to a number of characters."""
     line = " ".join(printable(text[: 4 * longest]).split())
     return line if len(line) <= longest else f"{line[:longest]}…"
-
-
-def quoted(value: Any) -> str:
-    """A value in a message: its `repr`, cut where it is long."""
-    return one_line(repr(value))

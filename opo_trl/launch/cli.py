@@ -113,11 +113,7 @@ def _train(argv: list[str]) -> int:
     except subprocess.CalledProcessError as error:
         code = error.returncode
     except ChildFailedError as error:
-        from ..report.run_report import write_or_say_why
-
         code = error.get_first_failure()[1].exitcode
-        if code != 2 and options.machine_rank in (None, 0):
-            write_or_say_why(Path(given.values["output_dir"]).expanduser())  # the first process may not have done it
     else:
         return 0
     if code >= 0:  # the process has said why

@@ -15,7 +15,7 @@ import yaml
 from ..checks import files
 from ..checks.secrets import mask, mask_words
 from ..config import CONTENT, OPOConfig
-from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings, read_summary
+from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
 from ..rollout.checkpoint import resolve
 
 
@@ -71,28 +71,20 @@ def claim(args: OPOConfig, checkpoint: str | None) -> None:
         (folder / "completions").mkdir(exist_ok=True)  # TRL's trainer has made it before
 
 
-def known_accuracies(checkpoint: str | None) -> dict[str, Any]:
-    """The accuracies before training, measured by the run that a checkpoint belongs to."""
-    summary = read_summary(Path(checkpoint).resolve().parent) if checkpoint else {}
-    return {name: value for name, value in summary.items() if name == "before"}
-
-
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
     """Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets."""
     files.write_json(folder / SETTINGS, mask(settings))  # first: from now on, it is a run's folder
     files.write(folder / RECIPE, yaml.safe_dump(mask(recipe), sort_keys=False, allow_unicode=True))
-    files.write_json(folder / ENVIRONMENT, {"seed": seed, "command": mask_words(sys.argv), **environment()})
-
-
-def environment() -> dict[str, Any]:
-    """Commit, Python, platform, devices, and versions of all packages."""
-    return {
+    environment = {
+        "seed": seed,
+        "command": mask_words(sys.argv),
         "git_commit": git_commit(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
         "packages": dict(sorted((found.name, found.version) for found in distributions() if found.name)),
     }
+    files.write_json(folder / ENVIRONMENT, environment)
 
 
 def git_commit(folder: Path) -> str | None:
