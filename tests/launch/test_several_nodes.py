@@ -1,5 +1,5 @@
 """
-Several nodes, on one machine: what the Slurm scripts start is one run.
+Several nodes, on one machine: what the Slurm scripts start, with which arguments.
 
 The scripts run as under `sbatch`, with stand-ins for Slurm (`scripts/slurm.py`) that start a command once per node. No
 test runs on a cluster.
@@ -121,16 +121,16 @@ def remembered(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def job(tmp_path, remembered) -> Iterator[Job]:
-    """A job with real programs and a stand-in for Slurm."""
+def stand_ins(tmp_path, remembered) -> Iterator[Job]:
+    """A job with stand-ins for Slurm, training and serving, and short sleeps."""
     folder, programs = tmp_path / "check out", tmp_path / "programs"
     folder.mkdir()
     programs.mkdir()
     (folder / "recipes").symlink_to(ROOT / "recipes")
     python = shlex.quote(sys.executable)
-    for name in ("srun", "scancel", "scontrol"):
+    for name in ("srun", "scancel", "scontrol", "trl", "vllm", "opo-trl"):
         write_program(programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
-    write_program(programs / "opo-trl", f'exec {python} -m opo_trl.launch.cli "$@"')
+    write_program(programs / "sleep", f"exec {shutil.which('sleep')} 0.2")
     # The scripts run settings.py, which imports PyTorch: its output is cached by its arguments.
     known = f"{shlex.quote(str(remembered))}/$(printf '%s\\0' \"$@\" | cksum | tr ' ' -)"
     remember = f'{python} "$@" >"$known.part" && mv "$known.part" "$known"'
@@ -139,16 +139,6 @@ def job(tmp_path, remembered) -> Iterator[Job]:
     yield job
     for process in job.running():  # left by a failed test
         os.kill(int(process.name), signal.SIGKILL)
-
-
-@pytest.fixture
-def stand_ins(job) -> Job:
-    """A job with stand-ins for training and serving, and short sleeps."""
-    python = shlex.quote(sys.executable)
-    for name in ("trl", "vllm", "opo-trl"):
-        write_program(job.programs / name, f'exec {python} {shlex.quote(str(STAND_INS))} {name} "$@"')
-    write_program(job.programs / "sleep", f"exec {shutil.which('sleep')} 0.2")
-    return job
 
 
 @pytest.mark.parametrize("path", sorted([*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh")]), ids=lambda path: path.name)
