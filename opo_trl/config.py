@@ -259,6 +259,10 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             if getattr(self, name):
                 why = "it saves inside an optimizer step, or loses a checkpoint's rollout and random states"
                 raise ValueError(f"{name}=True is not allowed: {why}, so no run could be resumed exactly. Remove it.")
+        if self.use_adaptive_entropy:
+            raise ValueError(
+                "use_adaptive_entropy=True has no effect: the entropy bonus has a constant `entropy_coef`. Remove it."
+            )
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
             if self.max_sampling_rounds > 1 and getattr(self, name) == value:
                 raise ValueError(

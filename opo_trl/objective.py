@@ -464,11 +464,6 @@ class Objective:
         """
         return 1 / length[valid].mean() if self.reduction == "sum" and valid.any() else torch.tensor(1.0)
 
-    def with_bounded_ratio(self, samples: Samples) -> Tensor:
-        """The sampler's weight of each sample, times min(pi / pi_k, 2), which is above 0; without gradient."""
-        moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
-        return torch.where(samples.weights != 0, samples.weights * moved.exp().clamp(max=MAX_WEIGHT), 0.0)
-
     def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
         """
         Which samples have no gradient as long as the policy is the behaviour policy, bool `[B]`: those of which the
@@ -552,7 +547,8 @@ class OPO(Objective):
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
-        return self.with_bounded_ratio(samples)
+        moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
+        return torch.where(samples.weights != 0, samples.weights * moved.exp().clamp(max=MAX_WEIGHT), 0.0)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         form = self.ratio_form

@@ -9,10 +9,10 @@ A step, in its order:
    sample its target, once, over all processes and after overrides of `_generate_and_score_completions`. TRL's pass
    for the behaviour policy's log-probabilities is left out: only some samples need them, in the shape of their
    micro-batch.
-3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step into parts; those of off-policy steps get the
-   behaviour policy's log-probabilities. `training_step` passes parts through `compute_loss`, one after the other.
+3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step; those of off-policy steps get the behaviour
+   policy's log-probabilities. `training_step` passes them through `compute_loss`, one after the other.
 4. The loss: the objective's of each sample, and what TRL's options add. It is a plain sum over samples, so that it
-   does not depend on how they are split into parts, micro-batches and processes.
+   does not depend on how they are split into micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`). A
    step whose gradient is not finite is skipped (`rollout.skipped_steps`).
@@ -21,9 +21,9 @@ A step, in its order:
 import math
 import textwrap
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,7 +37,6 @@ from torch import Tensor
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
-from trl.extras.profiling import profiling_decorator
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
@@ -57,7 +56,7 @@ from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
 from .rollout.replay import ReplayBuffer
-from .rollout.rows import completion_tokens, gather_samples, high_values, own_samples, rows_of_steps
+from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
 from .rollout.scored import RewardFailures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
 from .rollout.vllm_server import watched
@@ -94,7 +93,7 @@ class OPOTrainer(GRPOTrainer):
     ```
 
     Args:
-        model, reward_funcs, train_dataset, eval_dataset, processing_class, ...:
+        model, reward_funcs, train_dataset, eval_dataset, and others by name, such as `processing_class`:
             As in [`~trl.GRPOTrainer`].
         args ([`OPOConfig`], *optional*):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
@@ -139,17 +138,13 @@ class OPOTrainer(GRPOTrainer):
         "completions_generated",
         "_pass",
         "_globalstep_last_logged",
-        "entropy_coef",
-        "_last_world_entropy",
         "_drive_metrics",
     )
 
-    _has_trained = False  # whether `train` has been called before
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded_samples: recorded.Rows = ()  # of the current rollout
-    _evaluated: list[Tensor] | None = None  # in an evaluation: rewards of each batch
-    _padding: padding.Padding | None = None  # on which log-probabilities depend; found before the first
+    _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     def __init__(
@@ -159,59 +154,27 @@ class OPOTrainer(GRPOTrainer):
         args: OPOConfig | None = None,
         train_dataset=None,
         eval_dataset=None,
-        processing_class=None,
-        reward_processing_classes=None,
-        callbacks=None,
-        optimizers=(None, None),
-        quantization_config=None,
-        peft_config=None,
-        tools=None,
-        rollout_func=None,
-        environment_factory=None,
+        **options,
     ):
         check_replaced()
-        args = self._checked_args(model, args, quantized=quantization_config is not None)
-        writers = {"rollout_func": rollout_func, "tools": tools, "environment_factory": environment_factory}
+        args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
+        writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
         train_dataset = recorded.dataset_for(args, train_dataset, writers)
         if args.rollouts is not None and not reward_funcs and recorded.has_rewards(train_dataset):
             reward_funcs = recorded.recorded_reward
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
         with reference.given(model):
-            super().__init__(
-                model=model,
-                reward_funcs=rewards,
-                args=args,
-                train_dataset=train_dataset,
-                eval_dataset=eval_dataset,
-                processing_class=processing_class,
-                reward_processing_classes=reward_processing_classes,
-                callbacks=callbacks,
-                optimizers=optimizers,
-                quantization_config=quantization_config,
-                peft_config=peft_config,
-                tools=tools,
-                rollout_func=rollout_func,
-                environment_factory=environment_factory,
-            )
+            super().__init__(model, rewards, args, train_dataset, eval_dataset, **options)
         # TRL tells by the model's own tokens where completions end.
-        ends = (cast(Any, args.generation_kwargs) or {}).get("stop_token_ids" if args.use_vllm else "eos_token_id")
-        if ends is not None:
+        generation: Any = args.generation_kwargs or {}
+        if (ends := generation.get("stop_token_ids" if args.use_vllm else "eos_token_id")) is not None:
             ends = [ends] if isinstance(ends, int) else ends
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
-        if args.use_vllm and (cast(Any, args.generation_kwargs) or {}).get("stop"):
-            logger.warning("`completions/clipped_ratio` counts completions that `stop` ends as truncated.")
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), args)
         if args.rollouts is not None:
             self.train_dataset = recorded.completed(self)
-        # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
-        # none. Without the table they are not needed.
-        self.log_multimodal = self.log_multimodal and self.log_completions
-        process = self.accelerator.process_index
-        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
-        self._reward_failures = RewardFailures(args, self.accelerator)
-        self._skipped = SkippedSteps(args, self.accelerator)
         kind = self.objective_class or objective_named(args.objective)
         self.policy_objective = kind(args)
         if not (self.objective_class or issubclass(kind, OPO)):
@@ -228,25 +191,23 @@ class OPOTrainer(GRPOTrainer):
 
     def _begin(self) -> None:
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
+        args, accelerator = self.args, self.accelerator
         self._step, self._buffered_inputs = 0, None
-        self._window_start: int | None = None  # micro-step with which the accumulation window began
-        self._replay.clear()
+        self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
+        index = accelerator.process_index
+        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=index)
+        self._reward_failures, self._skipped = RewardFailures(args, accelerator), SkippedSteps(args, accelerator)
         self._current_train_step_time = 0.0
-        if self.use_vllm:
-            self._last_loaded_step = -1  # the engine may hold the weights of the same step of another call
-        if self.use_adaptive_entropy:
-            self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
-        self._advantage_range = 0.0  # of the current rollout, over all processes
+        for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
+            kept.clear()
+        self._advantages: Tensor | None = None  # of the current rollout, over all processes; NaN where invalid
+        self._advantage_range = 0.0
         self._pass = {"number": 0, "rollouts": 0}  # over a stream, and rollouts before it
         self.completions_generated = 0  # for training so far, over all processes
-        self._reward_failures.load_state_dict({"counts": {}, "rate": 0.0})
-        self._skipped.load_state_dict({"total": 0, "in_a_row": 0, "moved_at": 0})
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
-        self._reports: list[SampleReport] = []  # of the current optimizer step, one per part
-        self._pending: deque[dict[str, Any]] = deque()  # parts of the current micro-step that are left
+        self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
-        self._anchor_deferred = False  # whether to leave out TRL's next pass over the rollout
-        self._early_logps: Tensor | None = None  # from TRL's pass over the rollout
+        self._skips_pass = False  # whether to leave out TRL's next pass over the rollout
         for name in ("_prompt_stream", "_dynamic_sampling"):
             vars(self).pop(name, None)
 
@@ -287,7 +248,6 @@ class OPOTrainer(GRPOTrainer):
         Raises:
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
                 or no weight would be trained.
-            `ImportError`: another package has replaced TRL's trainer since this one was made.
         """
         config = self.args
         if config.is_on_policy and self.policy_objective.is_regression:
@@ -296,17 +256,12 @@ class OPOTrainer(GRPOTrainer):
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
                 f"this is REINFORCE with escort weights. For off-policy steps, see docs/reuse.md."
             )
-        check_replaced()
-        check_trainable(self.model, None if self._has_trained else self.optimizer)
+        check_trainable(self.model, None if self.state.global_step else self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
         self._resumed_at = None if state is None else checkpoint.place_in_stream(self.args, state)
         self._begin()
-        if self._has_trained:  # before that, a script may have made rollouts to look at, which TRL logs
-            for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
-                kept.clear()
-        self._has_trained = True
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
@@ -344,7 +299,7 @@ class OPOTrainer(GRPOTrainer):
     @cached_property
     def _prompt_stream(self) -> PromptStream:
         """Prompts of dynamic sampling."""
-        if not self._keeps("_get_train_sampler"):
+        if type(self)._get_train_sampler is not OPOTrainer._get_train_sampler:
             raise ValueError(
                 f"max_sampling_rounds={self.args.max_sampling_rounds} has an order of its own, and would not use "
                 "`_get_train_sampler`. Set it to 1, or remove that override."
@@ -359,22 +314,21 @@ class OPOTrainer(GRPOTrainer):
 
     # 2. A rollout
 
-    @contextmanager
-    def _keep_mode(self) -> Iterator[None]:
-        """TRL's continuous batching, or a `rollout_func`, may switch the model's mode, on which `_mode` relies."""
-        training = self.model.training
-        try:
-            yield
-        finally:
-            self.model.train(training)
-
-    def _generate_single_turn(self, *inputs, **options):
-        with self._keep_mode():
-            return super()._generate_single_turn(*inputs, **options)
-
     def _generate(self, prompts: list):
-        with self._keep_mode(), self._clock.phase("generate"):
-            return super()._generate(prompts)
+        training = self.model.training
+        with self._clock.phase("generate"):
+            generated = super()._generate(prompts)
+        self.model.train(training)  # TRL's continuous batching leaves it in training mode
+        self._skips_pass = not (self.args.is_aligned or self._needs_pass)  # TRL's pass over the rollout comes next
+        return generated
+
+    @property
+    def _needs_pass(self) -> bool:
+        """
+        Whether TRL's pass over the rollout is needed. Otherwise `_micro_batches` makes it, for the samples that need
+        it. vLLM's importance weights compare the log-probabilities of all.
+        """
+        return self.args.save_rollouts or (self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if self._mode == "eval" or self.args.max_sampling_rounds == 1:
@@ -383,15 +337,12 @@ class OPOTrainer(GRPOTrainer):
             rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs), self.reward_weights)
             for name, value in metrics.items():
                 self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
-        # Kept before a subclass's override sees the rollout, to notice one that replaces them.
-        self._early_logps = rollout.get("old_per_token_logps")
         return rollout
 
     def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
-        """A complete rollout, on the device, where processes can gather also what an override has left on the host."""
-        device = self.accelerator.device
-        rollout = send_to_device(self._generate_and_score_completions(generation_batch), device)
-        return send_to_device(self._finish_rollout(rollout), device)
+        """A complete rollout, on the device also where an override has left something on the host."""
+        rollout = self._generate_and_score_completions(generation_batch)
+        return send_to_device(self._finish_rollout(rollout), self.accelerator.device)
 
     @cached_property
     def _dynamic_sampling(self) -> DynamicSampling:
@@ -416,11 +367,16 @@ class OPOTrainer(GRPOTrainer):
             inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
             source = temporarily(self, rollout_func=partial(recorded.recall, samples))
             self._recorded_samples = samples
-        # A reward may score with the policy itself, and leave it in evaluation mode; or change the current folder.
-        left_out = self._anchor_pass_left_out()
-        with self._keep_mode(), chdir("."), recorded_rewards(self) as scored, source, left_out:
+        training = self.model.training
+        with recorded_rewards(self) as scored, source:
             rollout = super()._generate_and_score_completions(inputs)
+        self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
+        # An override that sets `old_per_token_logps` says what the behaviour policy is.
+        logps = rollout.pop("old_per_token_logps", None)
+        if logps is not None and self._needs_pass:
+            rollout["opo_logps"] = logps
+        self._skips_pass = False
         if self._replays_recorded:
             logps = recorded.behaviour_logps(self._recorded_samples, rollout["completion_ids"])
             rollout["old_per_token_logps"] = logps
@@ -431,42 +387,7 @@ class OPOTrainer(GRPOTrainer):
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
             if self.args.save_rollouts:
                 recorded.save(self, inputs, rollout, completion_ids)
-        elif self._evaluated is not None:
-            self._evaluated.append(rewards)
         return rollout
-
-    @contextmanager
-    def _anchor_pass_left_out(self) -> Iterator[None]:
-        """Leave out TRL's pass over the rollout after generation, unless something needs it."""
-        generate = self._generate
-
-        def generate_only(prompts: list) -> Any:
-            generated = generate(prompts)  # a tool or a `rollout_func` may score by the policy
-            # vLLM's importance weights compare the log-probabilities of every sample, so there TRL's pass is needed.
-            sampler_weights = self.use_vllm and self.vllm_importance_sampling_correction
-            # An override that changes log-probabilities expects some from each pass.
-            overridden = not self._keeps("_get_per_token_logps_and_entropies")
-            needed = sampler_weights or self.args.save_rollouts or overridden
-            self._anchor_deferred = not self.args.is_aligned and not needed
-            return generated
-
-        try:
-            with temporarily(self, _generate=generate_only):
-                yield
-        finally:
-            self._anchor_deferred = False
-
-    def _logps_of_rollout(self, rollout: dict[str, Any]) -> Tensor | None:
-        """
-        Take the log-probabilities `[B, T]` of TRL's pass out of a rollout: they are good enough for escort weights,
-        but in bfloat16 not for a log-ratio in micro-batches of another shape. Those that an override has set stay.
-        """
-        logps = rollout.get("old_per_token_logps")
-        self._anchor_is_own = logps is self._early_logps and not self._replays_recorded
-        if self._anchor_is_own:
-            rollout.pop("old_per_token_logps", None)
-        self._early_logps = None
-        return logps
 
     @torch.no_grad()
     def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
@@ -493,9 +414,10 @@ class OPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
     ):
-        if self._anchor_deferred:  # `_micro_batches` makes this pass, for the samples that need it
-            self._anchor_deferred = False
-            return None, None, None
+        if self._skips_pass:
+            self._skips_pass = False
+            zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+            return zeros, zeros, None
         self._check_padding(input_ids, attention_mask, logits_to_keep)
         logps = self._logps_of_trl
         if batch_size is not None and self._planner.plans:
@@ -525,19 +447,21 @@ class OPOTrainer(GRPOTrainer):
     def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
         """Before the first log-probabilities: find on what they depend. A model with images is taken as it is."""
         config = self.model.config
-        if self._padding is not None or config.get_text_config() is not config:
+        if self._any_width is not None or config.get_text_config() is not config:
             return
-        self._padding, said = padding.find(self, input_ids, attention_mask, width)
-        if self.accelerator.is_main_process:
-            print(said, flush=True)
-        if not self._padding.harmless:
+        self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
+        if not self._any_width:
             self._takes_positions = False  # by whose maximum in a batch a model may scale them
             padding.reject_other_widths(self.args)
         vars(self).pop("_planner", None)  # made before, it knew no better
 
     def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
         """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
-        logps, entropies = self._logps_of_rollout(rollout), None
+        # Those of TRL's pass are good enough for escort weights, but in bfloat16 not for a log-ratio in micro-batches
+        # of another shape.
+        logps, entropies = rollout.pop("opo_logps", None), None
+        self._anchor_is_own = "old_per_token_logps" not in rollout
+        logps = rollout.get("old_per_token_logps", logps)
         anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
             current, entropies = anchor_pass()
@@ -572,6 +496,7 @@ class OPOTrainer(GRPOTrainer):
         target = found.target
         self._drive_metrics[mode] = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
         if mode == "train":
+            self._advantages = advantages.where(valid, torch.nan)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
         scale = self.policy_objective.scale(length, valid)
         # At which the policy is the behaviour policy; that of recorded completions is older.
@@ -581,25 +506,21 @@ class OPOTrainer(GRPOTrainer):
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}
 
-    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """As in TRL, which takes the `threshold` quantile by `torch.quantile`: that allows 2^24 tokens."""
-        return high_values(entropies, mask.bool(), threshold, self.accelerator)
-
     # 3. Micro-batches
 
-    def _buffered(self, generation_batch: list[dict[str, Any]]) -> Any:
-        """What this micro-step trains on; when the rollout is used up, a new one is generated."""
+    def _drawn(self, generation_batch: list[dict[str, Any]]) -> Any:
+        """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
         if self._window_start is None:
             self._window_start = self._step
-        # Micro-steps, including this one, until the policy moves
+        # Calls of `training_step`, including this one, until the policy moves
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
         index, place = divmod(self._step, args.micro_steps_per_rollout)
         if place == 0:
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
-            self._replay.add(rollout, self._scored_advantages(rollout) if args.max_staleness else None)
+            self._replay.add(rollout, self._advantages)
         passed, place = divmod(place, args.steps_per_generation)
         if place == 0:
             rows = self._rows_of_pass(index, passed)
@@ -623,42 +544,24 @@ class OPOTrainer(GRPOTrainer):
             rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale.item())}
         return rows
 
-    def _scored_advantages(self, rollout: Mapping[str, Any]) -> Tensor:
-        """Advantages of all processes' samples, `[N]`; NaN for completions without a reward or a token that counts."""
-        counts = completion_tokens(rollout).any(dim=1)
-        if "rewards_per_func" in rollout:  # a rollout that an override made from scratch may have none
-            counts = counts & ~rollout["rewards_per_func"].isnan().all(dim=1)
-        return self.accelerator.gather(rollout["advantages"].where(counts, torch.nan))
-
-    def _largest_micro_batch(self, prompt: int, completion: int) -> tuple[int, int]:
-        # Not `_planner`: methods may still be replaced before training.
-        return self._make_planner().largest_part(prompt, completion)
-
-    def _make_planner(self) -> Planner:
+    @cached_property
+    def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
-        # Overrides of these see a model as in `GRPOTrainer`.
-        own = self._keeps("_token_logps", "_get_per_token_logps_and_entropies")
         balance = None
-        if own and not self.aux_loss_enabled:
+        if not self.aux_loss_enabled:
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
         return Planner(
             self.args,
             self.accelerator,
-            self.pad_to_multiple_of,
             communicates=sharded,
-            balance=balance if self._padding is None or self._padding.shared else None,
-            plans=self.args.plan_micro_batches and (self._padding is None or self._padding.harmless),
+            balance=balance,
+            # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
+            plans=self.args.plan_micro_batches and self.pad_to_multiple_of is None and self._any_width is not False,
         )
 
-    _planner = cached_property(_make_planner)
-
-    def _keeps(self, *names: str) -> bool:
-        """Whether these methods are the ones of this class, and not a subclass's or this object's."""
-        return all(getattr(getattr(self, name), "__func__", None) is getattr(OPOTrainer, name) for name in names)
-
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
-        """One entry per micro-step: the parts that pass through the model, one after the other."""
+        """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
         self._check_padding(*_whole(steps[0]), steps[0]["completion_ids"].size(1))
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
@@ -668,75 +571,67 @@ class OPOTrainer(GRPOTrainer):
                 rows.pop("old_per_token_logps", None)
         skippable = (self._zero_gradient(rows, policy) for rows, policy in zip(steps, on_policy, strict=True))
         planned = []
-        for rows, policy, parts in zip(steps, on_policy, self._planner.parts(steps, skippable), strict=True):
+        for rows, policy, cut in zip(steps, on_policy, self._planner.micro_batches(steps, skippable), strict=True):
             if not policy and "old_per_token_logps" not in rows:
                 # Now, because the policy is still the behaviour policy; a step before the next update needs no pass.
-                # Part by part, because in bfloat16 a sample has the same log-probabilities only in a micro-batch of
-                # the same shape: any other would leave a log-ratio that is only rounding.
-                for part in parts:
-                    part["old_per_token_logps"], _ = self._anchor_pass(part)
-            # The last micro-step of an optimizer step gets at least one part: its backward pass is the one in which
-            # processes exchange gradients.
-            planned += spread(parts, n_batches)
+                # In bfloat16 a sample has the same log-probabilities only in a micro-batch of the same shape: another
+                # would leave a log-ratio that is only rounding.
+                for micro_batch in cut:
+                    micro_batch["old_per_token_logps"], _ = self._anchor_pass(micro_batch)
+            # The last call of an optimizer step gets at least one: in its backward pass processes exchange gradients.
+            planned += spread(cut, n_batches)
         return planned
 
     def _idle(self, rows: Mapping[str, Any]) -> Tensor:
         """Samples, bool `[B]`, without a gradient while the policy is the behaviour policy."""
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
         found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-        return found & rows["opo_own"].bool() & self._keeps("_samples", "_token_logps")
+        return found & rows["opo_own"].bool()
 
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that can be skipped, as neither TRL's options nor a subclass give them a gradient."""
-        alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        alone = alone and self._keeps("compute_loss", "_compute_loss", "_sample_losses")
+        kind = type(self)
+        own = kind.compute_loss is GRPOTrainer.compute_loss and kind._compute_loss is OPOTrainer._compute_loss
+        alone = own and self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        if not (alone and self.args.skip_inert_rows):
+            return torch.zeros_like(rows["opo_idle"])
         if not self.policy_objective.pulls_back:
-            own = alone and self._keeps("_samples", "_token_logps")
-            return (rows["opo_target"] == 0) & (own and self.args.skip_inert_rows)
+            return rows["opo_target"] == 0
         # Log-probabilities of an override may be those of another policy.
-        skips = self.args.skip_inert_rows and on_policy and "old_per_token_logps" not in rows
-        return rows["opo_idle"] & (alone and skips)
+        return rows["opo_idle"] & (on_policy and "old_per_token_logps" not in rows)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """Train on a micro-step, part by part: each is one call of `compute_loss`. Returns the sum of their losses."""
+        """
+        Draw micro-batches; of each, one call of `compute_loss` and one backward pass. Returns the sum of their losses.
+        """
         began = time.perf_counter()
-        model.train()  # so that `_buffered` generates for training
+        model.train()  # so that `_drawn` generates for training
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers: generate with the weights that are trained
-        self._pending = deque(self._buffered(inputs))
+        micro_batches = self._drawn(inputs)
         loss = torch.zeros((), device=self.accelerator.device)
         with without_exchange(self, model):
-            while len(self._pending) > 1:
-                # Transformers' step: TRL's also counts a micro-step, which only the last part completes.
-                loss += super(GRPOTrainer, self).training_step(model, inputs, num_items_in_batch)
+            for micro_batch in micro_batches[:-1]:
+                # Transformers' step: TRL's also counts its calls.
+                loss += super(GRPOTrainer, self).training_step(model, micro_batch, num_items_in_batch)
         self._current_train_step_time += time.perf_counter() - began
-        if self._pending:
-            loss += super().training_step(model, inputs, num_items_in_batch)
-        else:  # all samples of the optimizer step fit into its other micro-steps
+        if micro_batches:
+            loss += super().training_step(model, micro_batches[-1], num_items_in_batch)
+        else:  # all samples of the optimizer step are in its other calls
             self._step += 1
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
             self._log_step(self._reports)
             self._reports = []
         return loss
 
-    @profiling_decorator
-    def _prepare_inputs(self, generation_batch):
-        if self._mode == "eval":
-            return self._rollout(generation_batch)
-        if not self._pending:  # called directly, outside `training_step`
-            self._pending.extend(self._buffered(generation_batch))
-        return self._pending.popleft()
+    def _prepare_inputs(self, inputs):
+        """What `compute_loss` gets: in training a micro-batch as it is, in an evaluation a rollout of its prompts."""
+        return inputs if self._mode == "train" else self._rollout(inputs)
 
     # 4. The loss
 
-    @profiling_decorator
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
-        if return_outputs:
-            raise ValueError("OPOTrainer does not support returning outputs")
-        return self._compute_loss(model, inputs)  # never the parent's: that would train another loss
-
     def _compute_loss(self, model, inputs: Any) -> Tensor:
+        """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
@@ -770,9 +665,7 @@ class OPOTrainer(GRPOTrainer):
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
         losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + kl_losses)
         if self._entropy_bonus_enabled:
-            # As in TRL: under adaptive control it acts only while the last step's entropy is low enough.
-            rests = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
-            losses = policy_losses - (0.0 if rests else self.entropy_coef) * token_mean(entropies, steering)
+            losses = policy_losses - self.entropy_coef * token_mean(entropies, steering)
         return losses, SampleReport.of(
             samples,
             loss,
@@ -780,8 +673,6 @@ class OPOTrainer(GRPOTrainer):
             policy_loss=policy_losses,
             tokens=mask.sum(dim=1),
             entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
-            bonus_tokens=steering.sum(dim=1),
-            bonus_entropy=torch.where(steering, entropies, 0.0).sum(dim=1),
         )
 
     def _samples(self, inputs: Mapping[str, Any], logps: Tensor) -> Samples:
@@ -827,45 +718,12 @@ class OPOTrainer(GRPOTrainer):
         metrics |= metrics_of_samples(
             samples, self.policy_objective, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled
         )
-        if mode == "train" and self._entropy_bonus_enabled:
-            if self.use_adaptive_entropy:
-                entropy = samples.bonus_entropy.sum() / samples.bonus_tokens.sum().clamp(min=1)
-                self._adapt_entropy_coef(entropy.item())
-            metrics["entropy_coef"] = self.entropy_coef
         for name, value in metrics.items():
+            self._append(mode, name, value)
+
+    def _append(self, mode: str, name: str, value: float) -> None:
+        if not (name.startswith("opo/") and math.isnan(value)):  # TRL would log None
             self._metrics[mode][name].append(value)
-
-    def _adapt_entropy_coef(self, entropy: float):
-        """TRL's controller: one step up while entropy is at or below its target, one step down above it."""
-        if not math.isfinite(entropy):  # this step will be skipped
-            return
-        args = self.args
-        step = args.entropy_coef_delta if entropy <= args.entropy_target else -args.entropy_coef_delta
-        self.entropy_coef = min(max(self.entropy_coef + step, args.entropy_coef_min), args.entropy_coef_max)
-        self._last_world_entropy = entropy
-
-    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        # TRL logs how long it generates; to trackio even if its run has not begun or is over.
-        quiet = nullcontext() if self.is_in_train else temporarily(self.args, report_to=[])
-        self._evaluated = batches = []
-        try:
-            with quiet:
-                output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
-        finally:
-            self._evaluated = None
-        own = self._metrics["eval"]
-        if batches:
-            # TRL's means are of batches, which may differ in size, and of which the last may hold repetitions.
-            known = len(dataloader.dataset) * self.num_generations_eval if has_length(dataloader.dataset) else None
-            rewards = torch.cat(batches)[:known]
-            total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-            total[rewards.isnan().all(dim=1)] = torch.nan
-            means = zip(self.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=False)
-            own |= {f"rewards/{name}/mean": [mean] for name, mean in means} | {"reward": [total.nanmean().item()]}
-        if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
-            dataset = metric_key_prefix.removeprefix("eval_")
-            self._metrics["eval"] = defaultdict(list, {f"{dataset}_{name}": values for name, values in own.items()})
-        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "grad_norm" in logs:
@@ -873,16 +731,10 @@ class OPOTrainer(GRPOTrainer):
             for phase, seconds in self._clock.seconds_per_step().items():
                 metrics[f"opo/time/{phase}"].append(seconds)
             efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
-            metrics["opo/gradient_response_efficiency"].append(efficiency)
-            if len({*metrics.get("opo/pass", ())}) > 1:
-                del metrics["opo/pass"]  # the mean of several passes could be mistaken for one of them
+            self._append("train", "opo/gradient_response_efficiency", efficiency)
             for kind, count in self._reward_failures.take().items():
                 metrics[kind].append(count)
             metrics["opo/skipped_steps"].append(self._skipped.total)
-        # TRL would log metrics without a value as None, which a script's callbacks and TensorBoard do not expect.
-        own = self._metrics[self._mode]
-        for name in [name for name in own if "opo/" in name and all(map(math.isnan, own[name]))]:
-            del own[name]
         super().log(logs, start_time)
 
     # End of a step
@@ -895,10 +747,6 @@ class OPOTrainer(GRPOTrainer):
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
         return self._skipped.check(model, norm, step=self.state.global_step + 1)
-
-    def _determine_best_metric(self, metrics, trial):
-        # Under `save_strategy: best` it decides alone, also where a signal or a skipped step wants to save.
-        return super()._determine_best_metric(metrics, trial) or self.control.should_save
 
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
@@ -924,11 +772,6 @@ class OPOTrainer(GRPOTrainer):
         if self.args.sync_ref_model:
             checkpoint.MovingReference(self).save(folder)
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
-
-    def _load_optimizer_and_scheduler(self, folder: str | None):
-        # TRL reads its entropy controller from a file that it writes last of all, so a kill can cut it short.
-        # `checkpoint.restore` has the same numbers.
-        return super(GRPOTrainer, self)._load_optimizer_and_scheduler(folder)
 
     @torch.no_grad()
     def _load_rng_state(self, folder: str | None):

@@ -14,7 +14,7 @@ from helpers import RecordingGRPO, distance, norm, snapshot, trained
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-STEPS = 3
+STEPS = 5
 
 GRPO = {"loss_type": "grpo", "epsilon": 1e6, "trainer_class": RecordingGRPO}
 
@@ -61,17 +61,7 @@ def assert_same_rollouts(one, other):
         assert torch.equal(a.completion_ids, b.completion_ids), "the trainers no longer see the same completions"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"beta": 0.2, "use_bias_correction_kl": True},
-        # One micro-batch: TRL's entropy threshold is that of a micro-batch, OPO's that of the rollout.
-        {"top_entropy_quantile": 0.5, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
-        # Micro-batches of one row: TRL's entropy bonus is a mean over the tokens of a micro-batch, OPO's over rows.
-        {"entropy_coef": 0.1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-    ],
-    ids=["KL corrected", "high-entropy tokens", "entropy bonus"],
-)
+@pytest.mark.parametrize("options", [{}, {"beta": 0.2, "use_bias_correction_kl": True}], ids=["plain", "KL corrected"])
 def test_alpha_near_one_is_grpo(talkative_model, tmp_path, options):
     grpo = run(talkative_model, tmp_path, **GRPO, **options)
     lengths = torch.cat([rollout.completion_mask.sum(dim=1) for rollout in grpo.rollouts])
@@ -84,27 +74,8 @@ def test_alpha_near_one_is_grpo(talkative_model, tmp_path, options):
     # The relative error of the drive is of first order, with a constant below 1; rounding adds 1e-6.
     assert errors[0.999] < 5e-4
     assert errors[0.99] / errors[0.999] == pytest.approx(10, rel=0.1)
-
-
-def test_alpha_near_one_is_grpo_under_adamw(talkative_model, tmp_path):
-    """
-    Adam's first updates are nearly the sign of the gradient: where a component is about zero its relative error is of
-    order 1, so that the parameters agree less closely than under SGD (4e-4 to 1e-3 were measured, depending on the
-    completions; up to 1e-2 with the usual `adam_epsilon`).
-    """
-    options = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-    grpo = run(talkative_model, tmp_path, **GRPO, **options)
-    near = opo(talkative_model, tmp_path, 0.999, **options)
-    far = opo(talkative_model, tmp_path, 0.4, **options)
-    assert_same_rollouts(near, grpo)
-    assert error(near, grpo) < 2e-3
-    assert error(far, grpo) > 0.1
-
-
-def test_opo_is_not_grpo_otherwise(talkative_model, tmp_path):
-    """Negative control: without any one of the conditions, there is no parity."""
-    grpo = run(talkative_model, tmp_path, **GRPO)
-    conditions = {"alpha": 0.999, "drive_scaling": "group", "log_ratio_reduction": "mean"}
+    # Negative control: without one of the conditions, there is no parity; 0.07 to 1.1, depending on the completions.
+    limit = {"alpha": 0.999, "drive_scaling": "group", "log_ratio_reduction": "mean"}
     for difference in ({"alpha": 0.4}, {"log_ratio_reduction": "sum"}, {"drive_scaling": "none"}):
-        other = run(talkative_model, tmp_path, **conditions | difference)
-        assert error(other, grpo) > 0.03, difference  # 0.07 to 1.1, depending on the completions
+        if not options:
+            assert error(run(talkative_model, tmp_path, **{**limit, **difference}), grpo) > 0.03

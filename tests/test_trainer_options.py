@@ -6,7 +6,6 @@ independent float64 computation.
 """
 
 import functools
-import json
 import math
 
 import pytest
@@ -48,8 +47,7 @@ def assert_steps_equal(trainer, script, **options):
 # KL to a reference
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(("reduction", "corrected"), [("sum", False), ("mean", True)])
 def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
     rewards = [0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9]  # an unscored sample has no KL term either
     script = Script(rewards, truncated=(3,), tool_tokens={6: (1, 2)})
@@ -70,22 +68,6 @@ def test_kl_to_the_reference(tiny_model, tmp_path, reduction, corrected):
         setattr(trainer.args, name, value)
         assert relative_error(trainer.steps[1].gradient, reference.step(1).gradient) > 0.005
     assert entry["kl"] > 0
-
-
-def test_logged_kl_is_per_token(tiny_model, tmp_path):
-    """As in TRL, so that the number does not depend on `log_ratio_reduction`."""
-    script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, beta=0.1, log_ratio_reduction="mean", max_steps=2)
-    step, reference = trainer.steps[1], Reference(trainer, script)
-    total, tokens, rows = 0.0, 0, reference.step(1).rows
-    with torch.no_grad():
-        for k, i in rows:
-            logps, ref = (
-                reference.logps(in_float64(policy), script.calls[k][i])[0] for policy in (step.policy, trainer.initial)
-            )
-            total += ((ref - logps).exp() - (ref - logps) - 1).sum().item()
-            tokens += len(logps)
-    assert logged(trainer)[1]["kl"] == pytest.approx(total / tokens, rel=1e-3)
 
 
 def test_reference_model_follows_the_policy(tiny_model, tmp_path):
@@ -109,19 +91,15 @@ def test_reference_model_follows_the_policy(tiny_model, tmp_path):
     assert distance(mixed, trainer.initial) > 0.01
 
 
-@pytest.mark.parametrize("kind", ["merged", "resized", "from a configuration", "trained before"])
+@pytest.mark.parametrize("kind", ["merged", "from a configuration"])
 def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, kind):
     """Not the files of its name, which may hold another one or none."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     if kind == "merged":
         adapter = LoraConfig(r=4, init_lora_weights=False)
         model = get_peft_model(model, adapter).merge_and_unload().requires_grad_(True).train()
-    elif kind == "resized":
-        model.resize_token_embeddings(300)
-    elif kind == "from a configuration":
-        model = type(model)(type(model.config)(**model.config.to_dict()))  # without a name
     else:
-        trained(model, tmp_path, learning_rate=0.5)
+        model = type(model)(type(model.config)(**model.config.to_dict()))  # without a name
     arguments = {"processing_class": make_tokenizer()}
     trainer = trained(model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.2, trainer_arguments=arguments)
     first, second = logged(trainer)
@@ -133,8 +111,8 @@ def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, kind):
 # Entropy
 
 
-@pytest.mark.parametrize("quantile", [1.0, 0.4])
-def test_entropy_bonus(tiny_model, tmp_path, quantile):
+def test_entropy_bonus(tiny_model, tmp_path):
+    quantile = 0.4
     script = Script([0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9], tool_tokens={1: (0, 3)})
     trainer = trained(
         tiny_model, tmp_path, script=script, entropy_coef=2.0, top_entropy_quantile=quantile, **OFF_POLICY
@@ -144,7 +122,6 @@ def test_entropy_bonus(tiny_model, tmp_path, quantile):
         kept = high_entropy_tokens(reference, quantile)
         assert_step_equals(record, reference.step(k, entropy_coef=2.0, kept_tokens=kept))
         assert relative_error(record.gradient, reference.step(k, kept_tokens=kept).gradient) > 0.01
-    assert logged(trainer)[0]["entropy_coef"] == 2.0
 
 
 def high_entropy_tokens(reference: Reference, quantile: float):
@@ -165,10 +142,9 @@ def high_entropy_tokens(reference: Reference, quantile: float):
     return lambda k, i, now: entropies(k, i) >= threshold(k) - 1e-6
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path, reduction):
+def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path):
     script = Script(tool_tokens={1: (0, 3)})
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
+    options = {"log_ratio_reduction": "mean", "learning_rate": 0.1, **OFF_POLICY}
     trainer = trained(tiny_model, tmp_path, script=script, top_entropy_quantile=0.3, **options)
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
@@ -176,104 +152,7 @@ def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path, reduction):
         assert relative_error(record.gradient, reference.step(k).gradient) > 0.1
 
 
-@pytest.mark.parametrize(
-    ("target", "coefficients"), [(100.0, [0.02, 0.03, 0.035, 0.035]), (0.0, [0.0, -0.01, -0.012, -0.012])]
-)
-def test_entropy_controller_moves_to_its_bound(tiny_model, tmp_path, target, coefficients):
-    """Up while the entropy is below its target, down above it; evaluation leaves the controller alone."""
-    script = Script()
-    trainer = trained(
-        tiny_model,
-        tmp_path,
-        script=script,
-        use_adaptive_entropy=True,
-        entropy_coef=0.01,
-        entropy_coef_delta=0.01,
-        entropy_coef_min=-0.012,
-        entropy_coef_max=0.035,
-        entropy_target=target,
-        learning_rate=0.005,
-        max_steps=4,
-        eval_strategy="steps",
-        eval_steps=1,
-        trainer_arguments=EVALUATED,
-    )
-    assert [entry["entropy_coef"] for entry in logged(trainer)] == pytest.approx(coefficients)
-    # The first step has no earlier entropy; a later one applies the coefficient that the step before it set, and
-    # none while the entropy is above its target.
-    applied = [0.0, *coefficients[:-1]] if target else [0.0] * 4
-    reference = Reference(trainer, script)
-    for k, coefficient in enumerate(applied):
-        assert_step_equals(trainer.steps[k], reference.step(k, entropy_coef=coefficient))
-
-
-def test_entropy_controller_is_saved_and_restored(tiny_model, tmp_path):
-    options = {
-        "use_adaptive_entropy": True,
-        "entropy_coef_delta": 0.25,
-        "entropy_target": 100.0,
-        "entropy_coef_max": 9.0,
-        "learning_rate": 5e-4,
-    }
-    first = trained(tiny_model, tmp_path, save_strategy="steps", save_steps=2, max_steps=2, **options)
-    saved = json.loads((tmp_path / "checkpoint-2" / "entropy_ctrl_state.json").read_text())
-    assert saved == {"entropy_coef": first.entropy_coef, "last_world_entropy": first._last_world_entropy}
-    assert first.entropy_coef == 0.5
-    second = make_trainer(tiny_model, tmp_path, max_steps=4, **options)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert [entry["entropy_coef"] for entry in logged(second)[-2:]] == [0.75, 1.0]
-    assert math.isfinite(second._last_world_entropy)
-
-
 # Samples and tokens that count
-
-
-@pytest.mark.parametrize("sampler", [False, True], ids=["behaviour policy", "sampler"])
-def test_off_policy_mask_drops_samples(tiny_model, tmp_path, sampler):
-    """Samples of negative advantage with a large KL to the policy that sampled them: vLLM's, if there is one."""
-
-    def inject(rollout, trainer):
-        if sampler:  # as if half of the samples had been far more likely under the sampler
-            shift = (rollout["row"] % 4 < 2)[:, None]
-            rollout["sampling_per_token_logps"] = trainer._anchor_pass(rollout)[0] + shift
-
-    script, threshold = Script(), 0.02
-    trainer = trained(
-        tiny_model, tmp_path, script=script, inject=inject, off_policy_mask_threshold=threshold, **OFF_POLICY
-    )
-    reference = Reference(trainer, script)
-    advantages = reference.drive(0).advantages
-
-    def weight(policy, k, i):
-        logps, _ = reference.logps(policy, script.calls[k][i])
-        kl = (reference.anchor(k, i) - logps).mean().item() + (i % 4 < 2 if sampler else 0)
-        return 0.0 if advantages[i] < 0 and kl > threshold else 1.0
-
-    for step in range(2):
-        policy = in_float64(trainer.steps[step].policy)
-        expected = reference.step(step, row_weight=functools.partial(weight, policy))
-        assert_step_equals(trainer.steps[step], expected)
-        dropped = expected.weights.count(0.0)
-        assert logged(trainer)[step]["opo/frac_masked"] == pytest.approx(dropped / 8)
-        if sampler or step == 1:
-            negative = sum(advantages[i] < 0 for _, i in expected.rows)
-            assert 0 < dropped < negative, "the case has to hold negative advantages on both sides of the threshold"
-            assert relative_error(trainer.steps[step].gradient, reference.step(step).gradient) > 0.05
-
-
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_tokens_of_a_tool_have_no_effect(tiny_model, tmp_path, reduction):
-    """The model reads them, but they count in neither the log-ratio nor its length."""
-    tool_tokens = {0: (1, 2), 5: (0,), 9: range(9)}  # sample 9 consists of the tool's
-    options = {"log_ratio_reduction": reduction, "learning_rate": 0.05 if reduction == "sum" else 0.1, **OFF_POLICY}
-    script = Script(tool_tokens=tool_tokens)
-    options |= {"anchor_correction": "length_normalized"}
-    trainer = trained(tiny_model, tmp_path, script=script, **options)
-    assert not any(script.calls[0][9].own)
-    assert_steps_equal(trainer, script)
-    assert trainer.rollouts[0].opo_valid.tolist() == [i != 9 for i in range(16)]
-    whole = trained(tiny_model, tmp_path, **options)
-    assert relative_error(whole.steps[0].gradient, trainer.steps[0].gradient) > 0.01
 
 
 @pytest.mark.parametrize("shape", ["sequence", "token"])
@@ -301,8 +180,7 @@ def test_importance_sampling_ratio_weights_samples(tiny_model, tmp_path, shape):
     assert sum(entry["opo/frac_masked"] for entry in logged(trainer)) / 2 == pytest.approx(2 / 16)
 
 
-@pytest.mark.parametrize("where", ["tokens", "rows"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(("value", "where"), [(math.nan, "tokens"), (math.inf, "rows")])
 def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, value, where):
     """Padding, a tool's tokens, truncated and unscored completions: the gradient is bitwise the same."""
 
@@ -356,24 +234,12 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
             assert found == pytest.approx(logged(clean)[1][name])
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_truncated_completions_take_part_unless_masked(tiny_model, tmp_path, masked):
-    script = Script(truncated=(1, 6, 7))
-    trainer = trained(tiny_model, tmp_path, script=script, mask_truncated_completions=masked, **OFF_POLICY)
-    assert_steps_equal(trainer, script)
-    valid = [not (masked and i in (1, 6, 7)) for i in range(16)]
-    assert trainer.rollouts[0].opo_valid.tolist() == valid
-    targets = trainer.rollouts[0].opo_target.tolist()
-    assert [target != 0 for target in targets] == valid
-
-
 # Off-policy steps
 
 
-@pytest.mark.parametrize("ends", [[*range(35, 75)], 40])
-def test_a_completion_ends_where_its_generation_did(tiny_model, tmp_path, ends):
+def test_a_completion_ends_where_its_generation_did(tiny_model, tmp_path):
     """At a token that only `generation_kwargs` names: TRL would count the padding after it as completion."""
-    lengths = []
+    lengths, ends = [], [*range(35, 75)]
 
     def reward(completion_ids, **kwargs):
         lengths.extend(map(len, completion_ids))
@@ -417,19 +283,9 @@ def test_num_iterations_adds_off_policy_steps(tiny_model, tmp_path):
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 0, 1]
 
 
-def test_generation_batch_size_sets_the_off_policy_steps(tiny_model, tmp_path):
+def test_group_size(tiny_model, tmp_path):
     script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, generation_batch_size=24, max_steps=3)
-    assert len(script.calls) == 1
-    assert len(script.calls[0]) == 24
-    assert_steps_equal(trainer, script)
-    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 2]
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_group_size(tiny_model, tmp_path, size):
-    script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, num_generations=size, **OFF_POLICY)
+    trainer = trained(tiny_model, tmp_path, script=script, num_generations=8, **OFF_POLICY)
     assert_steps_equal(trainer, script)
 
 
@@ -446,8 +302,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path):
         assert relative_error(same.gradient, step.gradient) < EXACT
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_only_the_adapter_is_trained(tiny_model, tmp_path, beta):
+def test_only_the_adapter_is_trained(tiny_model, tmp_path):
     """LoRA; with a KL term the reference is the model without its adapter."""
     lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
     script = Script()
@@ -455,7 +310,7 @@ def test_only_the_adapter_is_trained(tiny_model, tmp_path, beta):
         tiny_model,
         tmp_path,
         script=script,
-        beta=beta,
+        beta=0.3,
         learning_rate=0.25,
         trainer_arguments={"peft_config": lora},
         **{**OFF_POLICY, "max_steps": 3},
@@ -529,27 +384,18 @@ def test_router_auxiliary_loss(tiny_moe, tmp_path):
     assert logged(trainer)[0]["aux_loss"] == pytest.approx(balance.item(), rel=1e-4)
 
 
-def test_router_auxiliary_loss_may_be_left_out(tiny_moe, tmp_path):
-    script = Script()
-    trainer = trained(tiny_moe, tmp_path, script=script, router_aux_loss_coef=0.0)
-    model = AutoModelForCausalLM.from_pretrained(tiny_moe, experts_implementation="eager")
-    assert_step_equals(trainer.steps[0], Reference(trainer, script, model=model).step(0))
-    assert "aux_loss" not in logged(trainer)[0]
-
-
-@pytest.mark.parametrize("cast", [False, True])
-def test_half_precision_model(tiny_model, tmp_path, cast):
-    """In bfloat16, with or without a float32 head: the gradient is the definition's, up to bfloat16's 8 bits."""
+def test_half_precision_model(tiny_model, tmp_path):
+    """In bfloat16, with a float32 head: the gradient is the definition's, up to bfloat16's 8 bits."""
     script = Script()
     trainer = trained(
         tiny_model,
         tmp_path,
         script=script,
         model_init_kwargs={"dtype": "bfloat16"},
-        cast_lm_head_to_fp32=cast,
+        cast_lm_head_to_fp32=True,
         **OFF_POLICY,
     )
-    assert trainer.model.lm_head.weight.dtype == (torch.float32 if cast else torch.bfloat16)
+    assert trainer.model.lm_head.weight.dtype == torch.float32
     assert trainer.rollouts[0].opo_target.dtype == torch.float32
     expected = Reference(trainer, script).step(0)
     assert relative_error(trainer.steps[0].gradient, expected.gradient) < 0.05
@@ -558,35 +404,10 @@ def test_half_precision_model(tiny_model, tmp_path, cast):
 # Prompts and evaluation
 
 
-@pytest.mark.parametrize("conversational", [False, True])
-def test_prompts_of_either_format(tiny_model, tmp_path, conversational):
-    """With completions that the model generates itself."""
-    prompts = [[{"role": "user", "content": p}] for p in PROMPTS] if conversational else PROMPTS
-    rewards = []
-
-    def reward(prompts, completions, completion_ids, **kwargs):
-        assert isinstance(completions[0], list if conversational else str)
-        rewards.append([[float(sum(ids) % 11)] for ids in completion_ids])
-        return [value for (value,) in rewards[-1]]
-
-    script = Script()
-    trainer = trained(
-        tiny_model,
-        tmp_path,
-        script=script,
-        trainer_arguments={
-            "train_dataset": Dataset.from_dict({"prompt": prompts}),
-            "reward_funcs": reward,
-            "rollout_func": None,
-        },
-        **OFF_POLICY,
-    )
-    script.calls = [script.observed(rollout, rewards[k]) for k, rollout in enumerate(trainer.rollouts)]
-    assert_steps_equal(trainer, script)
-
-
-@pytest.mark.parametrize("generations", [None, 1, 2])
-@pytest.mark.parametrize("options", [{}, {"anchor_correction": "length_normalized", "adaptive_temperature": True}])
+@pytest.mark.parametrize(
+    ("generations", "options"),
+    [(1, {}), (None, {"anchor_correction": "length_normalized", "adaptive_temperature": True})],
+)
 def test_evaluation(tiny_model, tmp_path, generations, options):
     trainer = trained(
         tiny_model,

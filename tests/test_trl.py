@@ -42,7 +42,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
             *("model", "input_ids", "attention_mask", "logits_to_keep"),
             *("batch_size", "compute_entropy", "compute_aux_loss"),
         ),
-        "_prepare_inputs": ("generation_batch",),  # returns a micro-batch of the rollout
+        "_prepare_inputs": ("generation_batch",),
         "_get_train_sampler": ("dataset",),  # the order of the prompts
         "_buffered_inputs": None,
         "_tool_call_loop": (),
@@ -52,7 +52,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         **dict.fromkeys(("_step", "generation_config", "eos_token_ids", "log_multimodal", "num_generations_eval")),
         "vllm_importance_sampling_correction": None,
         # The loss
-        "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each part of a micro-step
+        "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each micro-batch
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
         "_compute_loss": ("model", "inputs"),
         "get_off_policy_mask": (
@@ -62,7 +62,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "get_high_entropy_mask": ("entropies", "mask", "threshold"),
         "_current_train_step_time": None,
         "_last_loaded_step": None,  # whose weights vLLM has
-        **dict.fromkeys(("_entropy_bonus_enabled", "_last_world_entropy", "entropy_coef")),
+        **dict.fromkeys(("_entropy_bonus_enabled", "entropy_coef")),
         # The log
         **dict.fromkeys(("_logs", "_metrics", "_pending_extra_logs", "_pending_metrics")),
         # A checkpoint
@@ -72,10 +72,8 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "train": ("resume_from_checkpoint",),
         "get_batch_samples": ("epoch_iterator", "num_batches", "device"),  # called once per accumulation window
         "_run_epoch": ("epoch", "epochs_trained", "steps_trained_in_current_epoch"),
-        "evaluation_loop": ("dataloader", "metric_key_prefix"),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
-        "_determine_best_metric": ("metrics", "trial"),  # with `save_strategy: best`, whether to save
         "log": ("logs", "start_time"),
         "_defer_fsdp_gradient_reduction": (),
         # What a checkpoint holds, and how a run resumes

@@ -87,10 +87,9 @@ class Run:
     moments: float | None = None  # bytes of optimizer state per trained parameter; AdamW's by default
     bucket: float = 5e8  # R
     live: float = 1e9  # L
-    rows: int = 1  # of a micro-batch, each with a prompt and `shared` completions
+    rows: int = 1  # of a micro-batch, each with a prompt and a completion
     prompt: int = 0  # tokens
     completion: int = 0
-    shared: int = 1
     checkpointing: bool = True
     fused_kernels: bool = True  # TRL's fused LM head runs in Triton, that is on a GPU
     reference: bool = False  # a reference model is held
@@ -100,8 +99,7 @@ class Run:
 
     @property
     def length(self) -> int:
-        # Each further completion of a row begins with a copy of the prompt's last token.
-        return self.prompt + self.shared * self.completion + self.shared - 1
+        return self.prompt + self.completion
 
     @property
     def full(self) -> bool:
@@ -216,7 +214,7 @@ def _head(run: Run, d: Decoder) -> _Head:
     the gradient that a tied head holds until the embedding adds its own.
     """
     w, c, full, tokens = run.weights, run.compute, run.full, run.rows * run.length
-    scored = run.rows * (run.shared * run.completion if run.fused_kernels else max(run.length - 1, 0))
+    scored = run.rows * (run.completion if run.fused_kernels else max(run.length - 1, 0))
     norm = (4 + (w if full else 0)) * d.hidden * tokens + w * d.hidden * scored
     chunk, width = min(scored, _TILE[0]), min(d.vocabulary, _TILE[1])
     tile = c * chunk * _TILE[1]

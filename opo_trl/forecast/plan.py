@@ -49,8 +49,7 @@ def _memory(trainer: Any) -> str:
     total = {moment: sum(components.values()) for moment, components in plan.items()}
     at = max(total, key=lambda moment: total[moment])
     prompt, completion = _row_tokens(trainer)
-    rows, shared = trainer._largest_micro_batch(prompt, completion)
-    tokens = f"{rows} × ({prompt:,} + {'' if shared == 1 else f'{shared} × '}{completion:,}) tokens"
+    tokens = f"{trainer._planner.most_rows(prompt + completion)} × ({prompt:,} + {completion:,}) tokens"
     components = sorted(plan[at].items(), key=lambda item: -item[1])
     lines = [
         f"peak {_human(total[at])} at {at} ({_sharding(trainer)} over {trainer.args.world_size}; {tokens})",
@@ -69,7 +68,6 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
     args, config, sharding = trainer.args, trainer.model.config, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
-    rows, shared = trainer._largest_micro_batch(prompt, completion)
     half = trainer.accelerator.mixed_precision != "no"
     plugin = trainer.accelerator.state.deepspeed_plugin
     zero = plugin.deepspeed_config["zero_optimization"] if sharding.startswith("zero") else {}
@@ -100,10 +98,9 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
             # "auto" is what Transformers fills in.
             bucket=config.get_text_config().hidden_size ** 2 if bucket == "auto" else float(bucket),
             live=float(zero.get("stage3_max_live_parameters", 1e9)),
-            rows=rows,
+            rows=trainer._planner.most_rows(prompt + completion),
             prompt=prompt,
             completion=completion,
-            shared=shared,
             checkpointing=args.gradient_checkpointing,
             fused_kernels=trainer.accelerator.device.type in ("cuda", "xpu"),
             reference=trainer.ref_model is not None,

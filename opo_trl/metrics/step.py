@@ -31,8 +31,6 @@ class SampleReport:
     policy_loss: Tensor  # without the entropy bonus
     tokens: Tensor  # number of tokens that count
     entropy: Tensor  # sum of their entropies in nats
-    bonus_tokens: Tensor  # of them, those that the entropy bonus acts on
-    bonus_entropy: Tensor
     clipped_low: Tensor  # share of the tokens whose ratio is clipped below
     clipped_high: Tensor  # above
     computed: Tensor  # 0 for samples that were left out because their gradient is zero

@@ -146,9 +146,7 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     trainer._total_loss_scalar = -trainer._tr_loss.item()
     plain = json.loads(state["plain"])
     for name, value in plain["numbers"].items():
-        # Without the controller, the coefficient is a field, which may change at the end of a rollout.
-        if name != "entropy_coef" or args.use_adaptive_entropy:
-            setattr(trainer, name, value)
+        setattr(trainer, name, value)
     for name, part in _parts(trainer).items():
         if name in plain["parts"]:
             part.load_state_dict(plain["parts"][name])

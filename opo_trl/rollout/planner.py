@@ -29,11 +29,11 @@ from .planning import (
     Rows,
     best_cut,
     columns,
+    cut_rows,
     partition,
-    parts_of_rows,
     row_lengths,
 )
-from .rows import exchange_rows, layout, micro_batches, resize, rows_of_steps, take_rows, to_device
+from .rows import can_exchange, exchange_rows, micro_batches, resize, take_rows, to_device
 
 
 _TEXTS = ("prompt", "completion")
@@ -41,55 +41,36 @@ _TEXTS = ("prompt", "completion")
 
 @dataclass(frozen=True)
 class Planner:
-    """Cuts the samples of optimizer steps, and rollouts that are scored, into parts. It has no state."""
+    """Cuts the samples of optimizer steps, and rollouts that are scored, into micro-batches. It has no state."""
 
     args: OPOConfig
     accelerator: Accelerator
-    multiple: int | None  # of which the columns of prompts and of completions are multiples
     communicates: bool  # whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP
     balance: float | None = None  # of the policy, if it can compute a prompt once for its completions (`Prompts`)
-    plans: bool = True  # whether parts may have other widths than the rollout
+    plans: bool = True  # whether micro-batches may have other widths than the rollout
 
-    def parts(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
+    def micro_batches(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
         """
-        The parts of each optimizer step of a pass over a rollout; the same number on every process.
+        The micro-batches of each optimizer step of a pass over a rollout; the same number on every process.
 
         If it plans, samples that need not be computed (`skippable`, bool `[B]` of each step) are left
-        out, and the last part says of them as `opo_skipped` whether they count.
+        out, and the last micro-batch says of them as `opo_skipped` whether they count.
         """
         if not self.plans:
             n_batches = self.args.steps_per_generation // len(steps)
             return (micro_batches(rows, n_batches) for rows in steps)
         read = self._read_samples(steps, skippable)
-        return (self._parts(rows, read[:, number]) for number, rows in enumerate(steps))
+        return (self._cut(rows, read[:, number]) for number, rows in enumerate(steps))
 
-    def largest_part(self, prompt: int, completion: int) -> tuple[int, int]:
-        """
-        Rows of the part with the most tokens, and completions of its longest row, if prompts and completions have at
-        most so many tokens.
-
-        On a CPU, a row has the completions that it has when all are as long as that, and none is skipped.
-        """
-        args, process = self.args, self.accelerator.process_index
-        most, budget = args.per_device_train_batch_size, args.max_tokens_per_micro_batch
-        if budget is not None:  # which shorter samples fill
-            return min(most, math.ceil(budget / max(prompt + completion, 1))), 1
-        if not self.plans or self.multiple is not None or self._on_gpu:
-            return most, 1
-        own = most * args.steps_per_generation
-        prompts = torch.arange(process * own, (process + 1) * own) // args.num_generations
-        rollout = {"completion_ids": prompts}
-        of_sample = rows_of_steps(rollout, args, self.accelerator, index=0, passed=0)[0]["completion_ids"].numpy()
-        lengths = np.tile([prompt, completion], (len(of_sample), 1))
-        order, bounds, shared, _ = best_cut(lengths, self._limits(most), _prompts(of_sample, self.balance))
-        parts = [np.unique(of_sample[part], return_counts=True)[1] for part in np.split(order, bounds)]
-        rows = [(len(counts), int(counts.max())) if shared else (int(counts.sum()), 1) for counts in parts]
-        return max(rows, key=lambda row: row[0] * (prompt + row[1] * (completion + 1)))
+    def most_rows(self, tokens: int) -> int:
+        """Samples of the micro-batch with the most tokens, if each has at most so many."""
+        most, budget = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
+        return most if budget is None else min(most, math.ceil(budget / max(tokens, 1)))
 
     def score(self, logps: Callable, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
         """
-        Score a rollout by `logps`, TRL's pass over samples, in parts as in training: all at once, it would be wider
-        and need more memory.
+        Score a rollout by `logps`, TRL's pass over samples, in micro-batches as in training: all at once, it would be
+        wider and need more memory.
         """
         rows = {}
         for name, table in (("ids", input_ids), ("mask", attention_mask)):
@@ -98,7 +79,7 @@ class Planner:
         images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
         lengths = pad(row_lengths(rows), (0, 1), value=float(images))
         read = self._of_all_processes(torch.cat([lengths, shared_prompts.hashes(rows)[:, None]], dim=1))
-        # If any process has images, none makes parts: under ZeRO-3 or FSDP the pass of each is a collective call.
+        # If any process has images, none cuts: under ZeRO-3 or FSDP each pass is a collective call.
         if read[..., 2].any():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
         tokens, limits = rows["completion_ids"], self._limits(batch_size)
@@ -107,11 +88,11 @@ class Planner:
         balance = self.balance if self.args.top_entropy_quantile == 1.0 else None
         balance = balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
         of_processes = [(each[:, :2], _prompts(each[:, 3], balance)) for each in read]
-        n_parts = max(len(best_cut(own, limits, prompts)[1]) + 1 for own, prompts in of_processes)
+        n_batches = max(len(best_cut(own, limits, prompts)[1]) + 1 for own, prompts in of_processes)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
         (own, prompts), order = of_processes[self.accelerator.process_index], np.arange(len(tokens))
-        for part in parts_of_rows(rows, own, order, n_parts, limits, prompts=prompts):
+        for part in cut_rows(rows, own, order, n_batches, limits, prompts=prompts):
             width = part["completion_ids"].size(1)
             ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
             called = shared_prompts.model_for(model, part)
@@ -124,10 +105,10 @@ class Planner:
         """
         Numbers of the samples of all processes, `[processes, steps, samples, 7]`, by one gather and one copy to the
         host: lengths of prompt and completion, whether it can be skipped; of its process the columns of prompts and of
-        completions, and the layout of its entries; which prompt it has.
+        completions, and whether it can exchange samples; which prompt it has.
         """
         device = self.accelerator.device
-        of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), layout(rows)] for rows in steps]
+        of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), can_exchange(rows)] for rows in steps]
         tables = []
         for rows, skips, own in zip(steps, skippable, to_device(torch.tensor(of_process), device), strict=True):
             lengths = row_lengths(rows)
@@ -135,36 +116,36 @@ class Planner:
             tables.append(torch.cat([*columns, shared_prompts.hashes(rows).to(device)[:, None]], dim=1))
         return self._of_all_processes(torch.stack(tables))
 
-    def _parts(self, rows: Rows, read: np.ndarray) -> list[Rows]:
+    def _cut(self, rows: Rows, read: np.ndarray) -> list[Rows]:
         """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
-        layouts, process = read[:, 0, 5], self.accelerator.process_index
-        of_tokens = bool((layouts >= 0).all())  # no images or lists, whose memory lengths do not tell
+        process = self.accelerator.process_index
+        of_tokens = bool(read[:, 0, 5].all())  # no images or lists, whose memory lengths do not tell
         limits = self._limits(self.args.per_device_train_batch_size, fill=of_tokens)
         balance = self.balance if of_tokens else None
-        # Every process makes as many parts as the one that needs the most: ZeRO and FSDP communicate in every pass,
-        # and a process with fewer passes than the others would leave them waiting forever.
-        n_parts, cost = _needed(read, balance, limits)
-        if len(layouts) > 1 and layouts[0] >= 0 and (layouts == layouts[0]).all():
+        # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
+        # process with fewer passes than the others would leave them waiting forever.
+        n_batches, cost = _needed(read, balance, limits)
+        if len(read) > 1 and of_tokens:
             # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
             # process computes the same partition, and takes its own part.
             samples = read.reshape(-1, read.shape[-1])
-            assigned = partition(samples[:, :2], samples[:, 2].astype(bool), len(layouts))
-            n_parts_then, cost_then = _needed(samples[assigned], balance, limits)
+            assigned = partition(samples[:, :2], samples[:, 2].astype(bool), len(read))
+            n_batches_then, cost_then = _needed(samples[assigned], balance, limits)
             # It may divide the completions of a prompt, which are then computed with a prompt each.
             if balance is None or cost_then < cost:
-                widths = columns(samples[:, :2], samples[:, 3:5].max(axis=0), self.multiple)
+                widths = columns(samples[:, :2], samples[:, 3:5].max(axis=0))
                 rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
-                read, n_parts = samples[assigned], n_parts_then
+                read, n_batches = samples[assigned], n_batches_then
         own = read[process]
         lengths, skippable, prompts = own[:, :2], own[:, 2].astype(bool), _prompts(own[:, 6], balance)
-        # No part may be empty: a process with fewer samples than parts computes some that it could have skipped.
-        kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_parts)])
-        parts = parts_of_rows(rows, lengths, kept, n_parts, limits, prompts=prompts)
+        # None may be empty: a process with too few samples computes some that it could have skipped.
+        kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_batches)])
+        found = cut_rows(rows, lengths, kept, n_batches, limits, prompts=prompts)
         counts = rows["opo_valid"]
         if "importance_sampling_ratio" in rows:
             counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
-        parts[-1]["opo_skipped"] = take_rows({"counts": counts}, skipped)["counts"]  # in the step's metrics
-        return parts
+        found[-1]["opo_skipped"] = take_rows({"counts": counts}, skipped)["counts"]  # in the step's metrics
+        return found
 
     def _of_all_processes(self, numbers: Tensor) -> np.ndarray:
         """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
@@ -183,7 +164,6 @@ class Planner:
             # of padding. Not for models without `balance`, which may need more memory than their tokens say.
             fill=fill and self._on_gpu and not fewest and self.balance is not None,
             pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if self._on_gpu else "cpu"],
-            multiple=self.multiple,
         )
 
 
@@ -192,7 +172,7 @@ def _prompts(of_sample: np.ndarray, balance: float | None) -> Prompts | None:
 
 
 def _needed(read: np.ndarray, balance: float | None, limits: Limits) -> tuple[int, float]:
-    """Most parts, and the highest cost, that a process needs for its samples, `[processes, samples, 7]`."""
+    """Most micro-batches, and the highest cost, that a process needs for its samples, `[processes, samples, 7]`."""
     needed = [own[own[:, 2] == 0] for own in read]
     cuts = [best_cut(own[:, :2], limits, _prompts(own[:, 6], balance)) for own in needed]
     return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
@@ -200,11 +180,11 @@ def _needed(read: np.ndarray, balance: float | None, limits: Limits) -> tuple[in
 
 @contextmanager
 def without_exchange(trainer: Any, model: Any) -> Iterator[None]:
-    """Add to the gradients of this process, without the exchange that comes with the last part of a step."""
+    """Add to the gradients of this process, without the exchange that comes with the last micro-batch."""
     accelerator = trainer.accelerator
     exchanges = accelerator.sync_gradients
     without: AbstractContextManager
-    # As Transformers does it between micro-steps.
+    # As Transformers does it between the calls of an accumulation.
     if not exchanges or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         without = nullcontext()
     elif trainer.is_distributed_loading_by_transformers and is_fsdp_managed_module(trainer.model):

@@ -1,13 +1,12 @@
 """
-How the samples of an optimizer step are cut into parts, so that the same gradient costs the least.
+How the samples of an optimizer step are cut into micro-batches, so that the same gradient costs the least.
 
 TRL pads every completion to the longest of the rollout. Here the samples of a step are sorted by length and cut where
-that costs the least, and each part is trimmed to its longest sample. Zero-gradient samples are left out, and
+that costs the least, and each micro-batch is trimmed to its longest sample. Zero-gradient samples are left out, and
 processes exchange samples so that none waits for another. None of this changes which samples an optimizer step has, or
 what their loss is divided by.
 """
 
-import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from .rows import resize, rounded_up, take_rows
+from .rows import resize, take_rows
 from .shared_prompts import arrange
 
 
@@ -48,30 +47,26 @@ def row_lengths(rows: Mapping[str, Any]) -> torch.Tensor:
     return torch.stack([pad(numbers, (1, 0)).amax(dim=1) for numbers in numbered], dim=1)
 
 
-def columns(lengths: np.ndarray, most: np.ndarray, multiple: int | None = None) -> dict[str, int]:
-    """
-    Columns of prompts and of completions for samples of these lengths `[B, 2]`: at least one, a multiple of
-    `multiple`, and at `most` two given numbers.
-    """
-    used = rounded_up(np.maximum(lengths.max(axis=0), 1), multiple)
-    prompt, completion = np.minimum(used, most).tolist()
+def columns(lengths: np.ndarray, most: np.ndarray) -> dict[str, int]:
+    """Columns of prompts and completions for samples of these lengths `[B, 2]`: at least one, `most` two numbers."""
+    prompt, completion = np.minimum(np.maximum(lengths.max(axis=0), 1), most).tolist()
     return {"prompt": prompt, "completion": completion}
 
 
-def trim(rows: Mapping[str, Any], lengths: np.ndarray, multiple: int | None = None) -> Rows:
+def trim(rows: Mapping[str, Any], lengths: np.ndarray) -> Rows:
     """
-    Remove the columns that are padding in every sample, of these lengths `[B, 2]`; what is left is a multiple of
-    `multiple` columns, at most the current width. Samples with images and token types stay as they are.
+    Remove the columns that are padding in every sample, of these lengths `[B, 2]`. Samples with images and token types
+    stay as they are.
     """
     if rows.keys() & _WHOLE_WIDTH:
         return dict(rows)
     most = np.array([rows["prompt_mask"].size(1), rows["completion_mask"].size(1)])
-    return resize(rows, **columns(lengths, most, multiple))
+    return resize(rows, **columns(lengths, most))
 
 
 def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
     """
-    Bounds of the cheapest cut, and its cost, by the cost of the part of each size that begins at each sample.
+    Bounds of the cheapest cut, and its cost, by the cost of the micro-batch of each size that begins at each sample.
 
     Dynamic programming over the samples, with a choice for each size. It is worth its lines: on MATH's
     lengths, greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
@@ -93,16 +88,10 @@ def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[
     Split the parts with these `bounds`, of [`best_cut`], until there are `n_parts`, as on other processes: each time
     where it saves the most padding.
     """
-    bounds = list(bounds)
-    edges = [0, *bounds, len(lengths)]
-    splits = [_best_split(lengths, *part) for part in itertools.pairwise(edges)]
-    heapq.heapify(splits)
     while len(bounds) + 1 < n_parts:
-        _, start, middle, end = heapq.heappop(splits)
-        bounds.append(middle)
-        for part in ((start, middle), (middle, end)):
-            heapq.heappush(splits, _best_split(lengths, *part))
-    return sorted(bounds)
+        parts = itertools.pairwise([0, *bounds, len(lengths)])
+        bounds = sorted([*bounds, min(_best_split(lengths, *part) for part in parts)[2]])
+    return bounds
 
 
 def _best_split(lengths: np.ndarray, start: int, end: int) -> tuple[float, int, int, int]:
@@ -127,23 +116,19 @@ class Limits:
         fill (`bool`): whether more samples are allowed where they have no more tokens, nor more tokens of completions,
             than `max_rows` of the longest.
         pass_tokens (`float`): cost of a part besides its tokens; [`FEWEST_PASSES`] gives the fewest parts.
-        multiple (`int`, *optional*): of which the columns of a part are multiples.
     """
 
     max_rows: int
     max_tokens: int | None = None
     fill: bool = False
     pass_tokens: float = PASS_TOKENS["cpu"]
-    multiple: int | None = None
 
     def costs(self, lengths: np.ndarray, prompts: "Prompts | None" = None) -> np.ndarray:
         """Cost of the part of each size that begins at each sample, `[sizes, B]`; infinite where not allowed."""
         n_rows = len(lengths)
         costs = np.full((n_rows if self.fill else self.max_rows, n_rows), np.inf)
-        columns = rounded_up(lengths, self.multiple)
-        longest, completion = columns.sum(axis=1).max(initial=0), columns[:, 1].max(initial=0)
-        for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(columns), 1):
-            width = rounded_up(width, self.multiple)
+        longest, completion = lengths.sum(axis=1).max(initial=0), lengths[:, 1].max(initial=0)
+        for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(lengths), 1):
             tokens = rows * width
             is_small = size <= self.max_rows
             fits = is_small | (size * scored <= self.max_rows * completion)
@@ -239,8 +224,7 @@ def best_cut(
     bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
     if prompts is None:
         return order, bounds, False, cost
-    columns = rounded_up(lengths, limits.multiple)
-    widths = [(len(part), columns[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
+    widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
     tokens = float(sum(prompts.cost(n * width, width) for n, width in widths))
     shared = prompts.order(lengths)
     shared_bounds, shared_cost = _cheapest(limits.costs(lengths[shared], prompts.take(shared)), limits.pass_tokens)
@@ -251,7 +235,7 @@ def best_cut(
     return order, bounds, False, cost
 
 
-def parts_of_rows(
+def cut_rows(
     rows: Mapping[str, Any],
     lengths: np.ndarray,
     samples: np.ndarray,
@@ -261,24 +245,24 @@ def parts_of_rows(
     prompts: Prompts | None = None,
 ) -> list[Rows]:
     """
-    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts`, or more where the limits need more, each
-    trimmed. Those that compute a prompt once have the entries of [`arrange`].
+    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts` micro-batches, or more where the limits need
+    more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
     """
     order, bounds, shared, _ = best_cut(lengths[samples], limits, prompts and prompts.take(samples))
     bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
     parts = []
     for part in np.split(order, bounds):
-        cut_rows = trim(take_rows(rows, part), lengths[part], limits.multiple)
-        placed = arrange(cut_rows, lengths[part], prompts.of_sample[part], limits.multiple) if shared else {}
-        parts.append(cut_rows | placed)
+        trimmed = trim(take_rows(rows, part), lengths[part])
+        placed = arrange(trimmed, lengths[part], prompts.of_sample[part]) if shared and prompts else {}
+        parts.append(trimmed | placed)
     return parts
 
 
-def spread(parts: list[Rows], n_steps: int) -> list[list[Rows]]:
+def spread(micro_batches: list[Rows], n_calls: int) -> list[list[Rows]]:
     """
-    Give each of `n_steps` micro-steps its parts, as evenly as possible.
+    Give each of `n_calls` of `training_step` its micro-batches, as evenly as possible.
 
-    If there are fewer parts than micro-steps, the first ones stay empty: in the last one processes exchange gradients.
+    If there are too few, the first ones stay empty: in the last one processes exchange gradients.
     """
-    bounds = [math.floor(i * len(parts) / n_steps) for i in range(n_steps + 1)]
-    return [parts[start:end] for start, end in itertools.pairwise(bounds)]
+    bounds = [math.floor(i * len(micro_batches) / n_calls) for i in range(n_calls + 1)]
+    return [micro_batches[start:end] for start, end in itertools.pairwise(bounds)]

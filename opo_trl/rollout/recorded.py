@@ -225,7 +225,7 @@ def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids:
     accelerator, done = trainer.accelerator, trainer.completions_generated
     if "tool_mask" in rollout:
         raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
-    logps = rollout.get("old_per_token_logps")
+    logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
     if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
         ids = [torch.tensor(tokens) for tokens in completion_ids]
         logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)

@@ -6,7 +6,6 @@ Nothing here makes the host wait for a GPU, except where it reads the numbers of
 
 import itertools
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -100,24 +99,9 @@ def exchange_rows(rows: Mapping[str, Any], samples: np.ndarray, accelerator: Acc
     }
 
 
-def layout(rows: Mapping[str, Any]) -> int:
-    """
-    A number for the names, types and shapes of a rollout's entries, without the columns per token; -1 if its samples
-    cannot be exchanged: TRL leaves the entries of images out on a process without an image, and lists are no tensors.
-    """
-    if rows.keys() & {*MULTIMODAL_KEYS} or not all(isinstance(value, torch.Tensor) for value in rows.values()):
-        return -1
-    per_token = _per_token(rows)
-    entries = [
-        (name, str(value.dtype), name in per_token, value.ndim, *value.shape[2 if name in per_token else 1 :])
-        for name, value in sorted(rows.items())
-    ]
-    return zlib.crc32(repr(entries).encode())
-
-
-def rounded_up(columns: Any, multiple: int | None) -> Any:
-    """Numbers of columns, an integer or an array, rounded up to a multiple of `multiple`."""
-    return columns if multiple is None else -(-columns // multiple) * multiple
+def can_exchange(rows: Mapping[str, Any]) -> bool:
+    """Whether samples can be exchanged between processes: not with images, of which one may have none, or lists."""
+    return not rows.keys() & {*MULTIMODAL_KEYS} and all(isinstance(value, torch.Tensor) for value in rows.values())
 
 
 def resize(rows: Mapping[str, Any], *, prompt: int, completion: int) -> dict[str, Any]:
@@ -179,19 +163,6 @@ def have_spread(values: torch.Tensor, counts: torch.Tensor, num_generations: int
     return highest > values.masked_fill(~counts, torch.inf).amin(dim=1)
 
 
-def high_values(values: torch.Tensor, keep: torch.Tensor, quantile: float, accelerator: Accelerator) -> torch.Tensor:
-    """Bool mask `[B, T]` of the values to `keep` that are at least their `quantile` over all processes."""
-    padding = -torch.inf
-    padded = accelerator.pad_across_processes(values[keep].float(), dim=0, pad_index=padding)
-    gathered = accelerator.gather(padded)
-    ordered = gathered[gathered != padding].sort().values
-    if len(ordered) == 0:
-        return torch.zeros_like(keep)
-    place = quantile * (len(ordered) - 1)
-    below, above = ordered[math.floor(place)], ordered[math.ceil(place)]
-    return keep & (values >= torch.lerp(below, above, place - math.floor(place)))
-
-
 def gather_samples(
     rollout: Mapping[str, Any], logps: torch.Tensor | None, accelerator: Accelerator
 ) -> tuple[torch.Tensor, ...]:
@@ -203,13 +174,7 @@ def gather_samples(
     number of tokens that count, log-probability of the completion, summed and per token, `[N]` each; rewards, `[N,
     number of reward functions]`.
     """
-    advantages = rollout["advantages"]
-    if advantages.ndim != 1:
-        raise ValueError(
-            f"The rollout has advantages of shape {tuple(advantages.shape)}, but OPO's target is one number per "
-            "completion. Return them with shape [B] from `_generate_and_score_completions`."
-        )
-    mask = completion_tokens(rollout)
+    advantages, mask = rollout["advantages"], completion_tokens(rollout)
     logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
     # A rollout that an override made from scratch may have advantages but no rewards.
     rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from .rows import rounded_up, to_device
+from .rows import to_device
 
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
@@ -53,12 +53,10 @@ def hashes(rows: Mapping[str, Tensor]) -> Tensor:
     return torch.where(mask.bool(), ids * factor + offset, 0).sum(dim=1)
 
 
-def arrange(
-    samples: Mapping[str, Any], lengths: np.ndarray, prompts: np.ndarray, multiple: int | None = None
-) -> dict[str, Any]:
+def arrange(samples: Mapping[str, Any], lengths: np.ndarray, prompts: np.ndarray) -> dict[str, Any]:
     """
     Where the tokens of B samples go that are sorted by prompt: from their tables, the tokens of prompt and completion,
-    `[B, 2]`, and the prompt of each, as any number, `[B]`; columns are a multiple of `multiple`.
+    `[B, 2]`, and the prompt of each, as any number, `[B]`.
 
     Returns `opo_source` and `opo_segment`, `[P, W]` for P prompts: the place of a token among those of the samples'
     prompts and completions, −1 where there is none; 0 for the prompt, otherwise the number of its completion. Besides,
@@ -74,7 +72,7 @@ def arrange(
             pieces.append(np.arange(first - 1, first + lengths[sample, 1]))
         segments = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         rows.append(np.stack([np.concatenate(pieces), segments]))
-    width = rounded_up(max(row.shape[1] for row in rows), multiple)
+    width = max(row.shape[1] for row in rows)
     table = np.stack([np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-1) for row in rows])
     source, segment = to_device(torch.from_numpy(table), samples["completion_ids"].device).unbind(dim=1)
     return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}

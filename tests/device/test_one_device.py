@@ -63,11 +63,7 @@ RUNS = {
     "entropy": {
         **OFF_POLICY,
         "top_entropy_quantile": 0.5,
-        "use_adaptive_entropy": True,
         "entropy_coef": 0.5,
-        "entropy_coef_max": 2.0,
-        "entropy_coef_delta": 0.5,
-        "entropy_target": 9.0,
     },
     "sampler's ratios": {**OFF_POLICY, "inject": weigh, "off_policy_mask_threshold": 0.02},
 }

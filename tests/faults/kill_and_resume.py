@@ -35,7 +35,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "log
 # Three passes over each rollout, the later ones over groups of it and the one before: nine steps per rollout.
 REPLAY = {**SAVING, "num_iterations": 3, "max_staleness": 1}
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
-ENTROPY = {"use_adaptive_entropy": True, "entropy_target": 4.0, "entropy_coef_max": 0.1}
 # Rewards are fractions of even tokens: with completions of one token, some groups have zero variance.
 DYNAMIC = {**SAVING, "max_sampling_rounds": 3, "num_generations": 4, "max_completion_length": 1}
 
@@ -44,7 +43,7 @@ TWO = Form("replay, 2 processes", rows=4, processes=2, config="multi_gpu", sampl
 ZERO3 = replace(TWO, name="replay, moving reference, zero3", config="zero3", options={**REPLAY, **MOVING})
 FSDP2 = replace(ZERO3, name="replay, moving reference, fsdp2", config="fsdp2")
 QUICK = (
-    replace(ONE, name="replay, moving reference, adaptive entropy", options={**REPLAY, **MOVING, **ENTROPY}),
+    replace(ONE, name="replay, moving reference", options={**REPLAY, **MOVING}),
     replace(ONE, name="dynamic sampling, LoRA", lora=True, options=DYNAMIC),
     TWO,
     ZERO3,

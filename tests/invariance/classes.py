@@ -43,10 +43,7 @@ FURTHER = replace(
     name="all terms, 8 × 1",
     options={
         "top_entropy_quantile": 0.5,
-        "use_adaptive_entropy": True,
         "entropy_coef": 0.05,
-        "entropy_coef_max": 0.1,
-        "entropy_target": 5.0,
         "off_policy_mask_threshold": 0.05,
         "use_bias_correction_kl": True,
         "ratio_form": "exact",

@@ -35,13 +35,6 @@ def test_reports_of_a_step_are_gathered_in_one_call_under_their_names():
         assert getattr(samples, name).tolist() == [100 + i, 200 + i, 300 + i] * 2
 
 
-def test_report_keeps_no_graph():
-    weight = torch.ones(2, requires_grad=True)
-    samples = SampleReport(**dict.fromkeys(NAMES, weight.double() * 2))
-    assert not any(getattr(samples, name).requires_grad for name in NAMES)
-    assert all(getattr(samples, name).dtype == torch.float32 for name in NAMES)
-
-
 def test_skipped_samples_have_only_a_weight_and_mu():
     skipped = SampleReport.of_skipped(torch.tensor([True, False]), torch.tensor(0.3), on_policy=True)
     assert skipped.weights.tolist() == [1, 0]

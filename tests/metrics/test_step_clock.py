@@ -29,30 +29,6 @@ def test_a_phase_inside_another_is_counted_once():
     assert sum(seconds.values()) == pytest.approx(whole, abs=PAUSE / 2)
 
 
-def test_seconds_are_means_per_step_since_the_last_call():
-    clock = StepClock(torch.device("cpu"))
-    for _ in range(3):
-        clock.on_step_begin(None, None, None)
-        time.sleep(PAUSE)
-        clock.on_optimizer_step(None, None, None)
-        with clock.phase("generate"):  # in a validation
-            time.sleep(5 * PAUSE)
-    seconds = clock.seconds_per_step()
-    assert PAUSE <= seconds["update"] < 2 * PAUSE
-    assert seconds["generate"] == 0
-    assert sum(clock.seconds_per_step().values()) == 0
-
-
-def test_run_that_ended_inside_a_step_has_no_effect_on_the_next():
-    clock = StepClock(torch.device("cpu"))
-    clock.on_step_begin(None, None, None)
-    time.sleep(PAUSE)
-    clock.on_train_begin(None, None, None)
-    clock.on_step_begin(None, None, None)
-    clock.on_optimizer_step(None, None, None)
-    assert sum(clock.seconds_per_step().values()) < PAUSE
-
-
 def test_every_step_of_a_run_logs_its_phases(tiny_model, tmp_path):
     def slow(prompts, **kwargs):
         time.sleep(PAUSE)

@@ -98,17 +98,6 @@ def test_a_stream_is_resumed_in_any_of_its_passes(tiny_model: str, tmp_path: Pat
         assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-def test_entropy_controller_is_resumed_though_its_file_was_cut_short(tiny_model: str, tmp_path: Path):
-    """TRL writes it last of all."""
-    controlled = {"use_adaptive_entropy": True, "entropy_coef": 0.05, "entropy_coef_max": 0.5, "entropy_target": 100.0}
-    options = {**controlled, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    uninterrupted = trained(tiny_model, tmp_path, **options)
-    (tmp_path / "checkpoint-2" / "entropy_ctrl_state.json").write_text("")
-    resumed = make_trainer(tiny_model, tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert resumed.entropy_coef == uninterrupted.entropy_coef > 0.05
-
-
 # A second save of the same step
 
 
@@ -256,16 +245,3 @@ def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_set_aside(copy, t
     assert last_complete(str(copy)) == str(copy / "checkpoint-2")
     assert fault(copy / "replaced-checkpoint-3") is None
     assert "checkpoint-3 is later than step 2, where the run is now: it is kept as" in caplog.text
-
-
-def test_a_checkpoint_that_is_asked_for_is_saved_under_the_best_strategy_too(tiny_model, tmp_path):
-    class Asks(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_save = state.global_step == 2
-
-    options = {"save_strategy": "best", "metric_for_best_model": "num_tokens", "greater_is_better": False}
-    options |= {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 2}
-    asked = {"eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]}), "callbacks": [Asks()]}
-    trained(tiny_model, tmp_path, trainer_arguments=asked, **options)
-    assert (tmp_path / "checkpoint-2").is_dir()
-    assert not (tmp_path / "checkpoint-3").exists()

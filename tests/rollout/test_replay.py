@@ -279,8 +279,3 @@ def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, t
 
 
 # What is logged
-
-
-def test_an_entry_over_several_passes_names_none(tiny_model, tmp_path):
-    entries = logged(trained(tiny_model, tmp_path, logging_steps=4, max_steps=6, **PASSES))
-    assert [entry.get("opo/pass") for entry in entries] == [None]  # the mean is 1.5

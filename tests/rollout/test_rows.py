@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from opo_trl.rollout.rows import (
     concatenate,
     exchange_rows,
-    layout,
     micro_batches,
     optimizer_step_of_rows,
     resize,
@@ -89,20 +88,6 @@ def test_a_step_has_the_same_samples_however_it_is_cut(processes, steps_per_gene
     assert [len(step) for step in steps] == [8, 8, 8]
 
 
-@pytest.mark.parametrize(("steps_per_generation", "accumulation"), [(2, 4), (4, 4), (6, 4), (3, 2)])
-def test_steps_of_more_or_less_than_one_rollout(steps_per_generation, accumulation):
-    batches = cut(24, 0, 1, steps_per_generation, accumulation)
-    assert len(batches) == steps_per_generation
-    assert sorted(torch.cat([batch["row"] for batch in batches]).tolist()) == list(range(24))
-
-
-def test_all_entries_of_a_sample_stay_together():
-    for batch in cut(24, 1, 2, 6, 2):
-        assert batch["completion_ids"][:, 0].tolist() == batch["row"].tolist()
-        assert batch["names"] == [f"row {i}" for i in batch["row"]]
-        assert batch["total"] == 7
-
-
 def test_images_stay_with_their_sample():
     images = [1, 0, 2, 1]
     batch = rows(0, 4) | {
@@ -158,17 +143,3 @@ def test_exchanged_samples_are_bitwise_those_of_the_other_processes(samples):
     for name, value in take_rows(concatenate(own), np.array(samples, dtype=int)).items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name].nan_to_num(-1), value.nan_to_num(-1)), name
-
-
-def test_layouts_differ_only_where_samples_cannot_be_exchanged():
-    usual = layout(tables(0, 2))
-    assert usual == layout(tables(2, 5, prompt=9, completion=6)) >= 0
-    for change in (
-        {"opo_valid": torch.zeros(2)},
-        {"more": torch.zeros(2)},
-        {"per_layer": torch.zeros(2, 4, 6).double()},
-        {"old_per_token_logps": torch.zeros(2, 3, dtype=torch.bfloat16)},  # of another width than the completions
-    ):
-        assert layout({**tables(0, 2), **change}) not in (usual, -1)
-    for change in ({"names": ["a", "b"]}, {"pixel_values": torch.zeros(2)}):
-        assert layout({**tables(0, 2), **change}) == -1
