@@ -58,19 +58,6 @@ def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_pa
     assert moved(trainer.model, base) == []
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [(["default", "new"], "trains new"), (["default", "ref"], "default, ref")],
-)
-def test_adapter_of_which_trl_would_take_another_for_reference_is_rejected(tiny_model, tmp_path, names, said):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora(), adapter_name=names[0])
-    for name in names[1:]:
-        model.add_adapter(name, lora())
-        model.set_adapter("default" if name == "ref" else name)
-    with pytest.raises(ValueError, match=rf"beta=0\.1 needs an adapter 'default' .* {said}.* or set `beta` to 0"):
-        make_trainer(model, tmp_path, beta=0.1)
-
-
 def test_merging_changes_the_base_and_restoring_it_undoes_that(tiny_model):
     """As TRL hands its weights to vLLM, ten times with a growing adapter."""
 

@@ -10,7 +10,7 @@ from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl import OPOConfig, config
+from opo_trl import OPOConfig
 from opo_trl.forecast.plan import _row_tokens
 from opo_trl.rollout.planner import Planner
 from opo_trl.rollout.planning import FEWEST_PASSES, Limits, Prompts, best_cut
@@ -152,12 +152,6 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     assert max(part.numel() for part in tokens) <= rows * (prompt + completion)
     assert budget is None or max(part.numel() for part in tokens) <= budget
     assert f"{rows} × ({prompt} + {completion}) tokens" in trainer.plan
-
-
-def test_a_budget_is_rejected_where_each_backward_pass_is_a_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(config, "updates_in_backward", lambda args: True)  # such optimizers are not installed
-    with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch=60 .* takes one in every backward pass"):
-        OPOConfig(str(tmp_path), max_tokens_per_micro_batch=60, use_cpu=True, bf16=False)
 
 
 @pytest.mark.parametrize(
