@@ -240,7 +240,7 @@ def tower(base: str, height: int) -> str:
     return "^{".join([base] * height) + "}" * (height - 1)
 
 
-# What a model under training writes, by pattern: completion, gold answer, verdict. docs/rewards.md has the same table.
+# What a model under training writes, by pattern: completion, gold answer, verdict. docs/rewards.md has the rules.
 ADVERSARIAL = {
     "nested exponents": [(box(tower("9", height)), "5", 0.0) for height in (3, 5, 40)],
     "nested exponents of a variable": [(box(tower("x", 30)), "x", 0.0)],
