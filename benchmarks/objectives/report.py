@@ -249,30 +249,15 @@ def table_of_fresh_seeds(fresh: Results) -> str:
 
 
 def table_of_losses() -> str:
-    """Name, loss and class of every objective of the table."""
-    forms = [name for name in REPORTED if name not in ("GRPO", GSPO)]
-    rows = [[_title(name), _loss_of_form(name), "[grid](../benchmarks/objectives/grid.py)"] for name in forms]
-    for name in ("GRPO", GSPO, *LITERATURE):
-        module = ENTRIES[name].objective.__module__.rpartition(".")[2]
-        loss = ENTRIES[name].loss or "−min(sA, clip(s)A) (2507.18071)"
-        rows.append([_title(name), loss, f"[{module}](../benchmarks/objectives/{module}.py)"])
-    return table(("", "loss of a completion", "code"), rows).replace("---:", "---")
-
-
-def _title(name: str) -> str:
-    if name in (*LITERATURE, "GRPO"):
-        return name
-    names = {GSPO: "GSPO", PAPER: f"OPO: `{PAPER}`", TODAY: f"OPO, `log`: `{TODAY}`"}
-    names[TR] = f"Truncated REINFORCE: `{TR}`"
-    return names.get(name, f"`{name}`")
-
-
-def _loss_of_form(name: str) -> str:
-    push, weight, pull_back = name.split("-")
-    g = {"reward": "(r − r̄)", "advantage": "A", "escort": "(ω − 1)"}[push]
-    w = {"one": "", "bounded": "min(t, 2)·", "tapered": "w·"}[weight]
-    back = {"none": "", "log": " + μ/2·Δ²", "chi2": " + μ·(min(t, 2) − 1)·Δ"}[pull_back]
-    return f"{w}[−{g}·Δ{back}]" if back else f"−{w}{g}·Δ"
+    """Name and loss of every objective of the table, and of two forms of the ablation."""
+    losses = {
+        f"OPO: `{PAPER}`": "min(t, 2)·[−(ω − 1)·Δ + μ·(min(t, 2) − 1)·Δ]",
+        f"OPO, `log`: `{TODAY}`": "min(t, 2)·[−(ω − 1)·Δ + μ/2·Δ²]",
+        f"Truncated REINFORCE: `{TR}`": "−min(t, 2)·(r − r̄)·Δ",
+        "GSPO": "−min(sA, clip(s)A) (2507.18071)",
+        **{name: ENTRIES[name].loss for name in ("GRPO", *LITERATURE)},
+    }
+    return table(("", "loss of a completion"), losses.items()).replace("---:", "---")
 
 
 def write_report(found: Results, fresh: Results, folder: Path, root: Path = ROOT) -> None:
