@@ -1,5 +1,5 @@
 r"""
-Published losses as objectives, each held against TRL's by `tests/test_trl_losses.py`, and their names in recipes.
+Published losses as objectives, each held against TRL's by `tests/test_parity.py`, and their names in recipes.
 
 With ρ the ratio π/π_k of a token, t of the whole completion, and A the advantage:
 

@@ -34,7 +34,7 @@ FIRST = (
     "test_notebooks",
     "test_fitting_in",
     "test_kill_and_resume",
-    "test_trl_losses",
+    "test_parity",
     "test_wheel",
     "test_killed_command",
     "test_async_faults",
