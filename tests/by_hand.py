@@ -62,10 +62,6 @@ def drive_by_hand(omega, valid=None, group=G):
     return drive
 
 
-def in_h0(x):
-    return x - x.mean(dim=-1, keepdim=True)
-
-
 def log_ratio_of(logps, anchor_logps, mask, *, reduction="sum", clamp=math.inf):
     """Log-ratio of each completion, and whether it is clamped, as the objective computes them."""
     zero = torch.zeros(len(logps))
