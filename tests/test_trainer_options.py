@@ -91,15 +91,12 @@ def test_reference_model_follows_the_policy(tiny_model, tmp_path):
     assert distance(mixed, trainer.initial) > 0.01
 
 
-@pytest.mark.parametrize("kind", ["merged", "from a configuration"])
-def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, kind):
+@pytest.mark.parametrize("named", [True, False])
+def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, named):
     """Not the files of its name, which may hold another one or none."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    if kind == "merged":
-        adapter = LoraConfig(r=4, init_lora_weights=False)
-        model = get_peft_model(model, adapter).merge_and_unload().requires_grad_(True).train()
-    else:
-        model = type(model)(type(model.config)(**model.config.to_dict()))  # without a name
+    torch.manual_seed(1)
+    model = type(model)(model.config if named else type(model.config)(**model.config.to_dict()))
     arguments = {"processing_class": make_tokenizer()}
     trainer = trained(model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.2, trainer_arguments=arguments)
     first, second = logged(trainer)
@@ -121,7 +118,8 @@ def test_entropy_bonus(tiny_model, tmp_path):
     for k, record in enumerate(trainer.steps):
         kept = high_entropy_tokens(reference, quantile)
         assert_step_equals(record, reference.step(k, entropy_coef=2.0, kept_tokens=kept))
-        assert relative_error(record.gradient, reference.step(k, kept_tokens=kept).gradient) > 0.01
+        for without in ({"kept_tokens": kept}, {"entropy_coef": 2.0}):
+            assert relative_error(record.gradient, reference.step(k, **without).gradient) > 0.01
 
 
 def high_entropy_tokens(reference: Reference, quantile: float):
@@ -140,16 +138,6 @@ def high_entropy_tokens(reference: Reference, quantile: float):
         return torch.quantile(torch.cat(of_rollout), 1 - quantile)
 
     return lambda k, i, now: entropies(k, i) >= threshold(k) - 1e-6
-
-
-def test_low_entropy_tokens_have_no_gradient(tiny_model, tmp_path):
-    script = Script(tool_tokens={1: (0, 3)})
-    options = {"log_ratio_reduction": "mean", "learning_rate": 0.1, **OFF_POLICY}
-    trainer = trained(tiny_model, tmp_path, script=script, top_entropy_quantile=0.3, **options)
-    reference = Reference(trainer, script)
-    for k, record in enumerate(trainer.steps):
-        assert_step_equals(record, reference.step(k, kept_tokens=high_entropy_tokens(reference, 0.3)))
-        assert relative_error(record.gradient, reference.step(k).gradient) > 0.1
 
 
 # Samples and tokens that count
@@ -270,36 +258,7 @@ def test_tokens_that_stop_vllm_end_completions_too(tiny_model, tmp_path, monkeyp
     assert trainer.eos_token_ids == [trainer.processing_class.eos_token_id, 40, 41]
 
 
-def test_num_iterations_adds_off_policy_steps(tiny_model, tmp_path):
-    script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, num_iterations=2, max_steps=4)
-    assert_steps_equal(trainer, script)
-    assert [{int(k) for batch in step.batches for k in batch["rollout"]} for step in trainer.steps] == [
-        {0},
-        {0},
-        {1},
-        {1},
-    ]
-    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 0, 1]
-
-
-def test_group_size(tiny_model, tmp_path):
-    script = Script()
-    trainer = trained(tiny_model, tmp_path, script=script, num_generations=8, **OFF_POLICY)
-    assert_steps_equal(trainer, script)
-
-
 # Models
-
-
-def test_gradient_checkpointing_changes_nothing(tiny_model, tmp_path):
-    one, other = (
-        trained(tiny_model, tmp_path, gradient_checkpointing=on, beta=0.1, anchor_correction="sequence", **OFF_POLICY)
-        for on in (False, True)
-    )
-    assert other.model.is_gradient_checkpointing
-    for step, same in zip(one.steps, other.steps, strict=True):
-        assert relative_error(same.gradient, step.gradient) < EXACT
 
 
 def test_only_the_adapter_is_trained(tiny_model, tmp_path):
