@@ -6,9 +6,6 @@ import pytest
 import torch
 from helpers import EXACT, RecordingOPO, Script, logged, norm, relative_error, trained
 
-from benchmarks.methods import method_of
-from benchmarks.objectives.grid import CELLS
-from opo_trl import OPOConfig
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import Groups, Samples, escort_weights
 from opo_trl.objectives import TOPR
@@ -79,21 +76,6 @@ def test_pushes_are_rewards_advantages_or_escort_weights():
             assert torch.allclose(found[rows], torch.where(kept, own - own[kept].mean(), 0.0), atol=1e-6)
 
 
-def test_without_lower_bounds_it_is_the_simplest_form_of_the_ablation():
-    """So that the published figures are this objective's."""
-    random = torch.Generator().manual_seed(5)
-    rewards, before, policy = torch.randn(3, 12, generator=random)
-    found = []
-    for objective in (topr(**TRUNCATED), CELLS["reward-bounded-none"](ObjectiveConfig(mu=0.3, log_ratio_clamp=20.0))):
-        targets, logits = objective.targets(groups(rewards.round())), policy.clone().requires_grad_()
-        samples = table(targets.target, logits.softmax(0), before.softmax(0))
-        loss = objective.loss(replace(samples, mu=targets.mu * samples.mu))
-        loss.work.sum().backward()
-        found.append(torch.cat([targets.drive, loss.work.detach(), loss.dissipation.detach(), logits.grad]))
-    assert torch.allclose(*found, atol=1e-6)
-    assert found[0][:4].abs().max() > 0.5
-
-
 @pytest.mark.parametrize("push", ["reward", "advantage", "escort"])
 def test_nothing_is_pushed_where_all_rewards_are_equal(push):
     """Also where rounding leaves something of the advantages, as for 0.9 in float32."""
@@ -112,25 +94,6 @@ def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
     loss.work.sum().backward()
     assert loss.weights.tolist() == pytest.approx([1.25, 0])
     assert logps.grad[:, 0].tolist() == pytest.approx([-1.25 * 0.5, 0])
-
-
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"mu": 0.3}, r"mu=0\.3 has no effect with objective='topr'.*Remove `mu`"),
-        ({"objective": "opo_trl.objectives.TOPR", "mu": 0.3}, r"mu=0\.3 has no effect with objective='topr'"),
-        ({"alpha": 0.2}, r"alpha=0\.2 has no effect with objective='topr' and push='reward'"),
-        ({"scale_rewards": "batch"}, r"scale_rewards='batch' has no effect with objective='topr' and push='reward'"),
-        ({"positive_bounds": [2, 1]}, r"positive_bounds=\[2, 1\] is not allowed.*the lower first, the upper above 0"),
-        ({"negative_bounds": [-1, 1]}, r"negative_bounds=\[-1, 1\] is not allowed"),
-        ({"objective": "opo", "push": "escort"}, r"push='escort' has no effect with objective='opo'"),
-        ({"objective": "torp"}, r"objective='torp' is none of opo, topr, .* and not the dotted path"),
-        ({"objective": "json.loads"}, r"objective='json.loads' is none of opo, topr"),
-    ],
-)
-def test_wrong_fields_are_named(tmp_path, fields, says):
-    with pytest.raises(ValueError, match=says):
-        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, **{"objective": "topr", **fields})
 
 
 def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):
@@ -160,21 +123,3 @@ def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
     assert second["opo/chi2"] > 1e-8
     assert norm(with_all.steps[1].gradient) > 1e-3
     assert relative_error(without.steps[1].gradient, with_all.steps[1].gradient) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("settings", "label"),
-    [
-        ({"trainer": "opo", "objective": "opo"}, "OPO"),
-        ({"trainer": "async_opo"}, "Asynchronous OPO"),
-        (
-            {"trainer": "opo", "push": "advantage", "positive_bounds": [1.0, 1.0], "negative_bounds": [0.0, 1.0]},
-            "TOPR",
-        ),
-        ({"trainer": "opo", "push": "escort", "positive_bounds": [1.0, 2.0], "negative_bounds": [0.0, 1.0]}, None),
-    ],
-)
-def test_reports_name_a_method_only_by_its_own_settings(settings, label):
-    objective = {"objective": "topr"} if "push" in settings else {}
-    found = method_of({**objective, **settings})
-    assert (found and found.label) == label
