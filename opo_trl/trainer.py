@@ -175,6 +175,9 @@ class OPOTrainer(GRPOTrainer):
             check_enough_prompts(len(self.train_dataset), args)
         if args.rollouts is not None:
             self.train_dataset = recorded.completed(self)
+        # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
+        # none. Without the table they are not needed.
+        self.log_multimodal = self.log_multimodal and self.log_completions
         kind = self.objective_class or objective_named(args.objective)
         self.policy_objective = kind(args)
         if not (self.objective_class or issubclass(kind, OPO)):
