@@ -1,30 +1,19 @@
-"""
-TRL's surroundings work with OPO: loggers, rewards, tools, images, the Hub.
-
-Trackio and wandb are not dependencies of the tests; CONTRIBUTING.md says how to run theirs.
-"""
+"""TRL's surroundings work with OPO: loggers, reward models, images, evaluations by Transformers."""
 
 import json
-import re
 import sqlite3
 import statistics
 import sys
-import threading
-from base64 import b64decode
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from helpers import BACKEND, PRETEND, PROMPTS, USE_CPU, logged, snapshot
 from invariance.launch import launch, logs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_special import save_caller, vision_model
+from tiny_special import vision_model
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -95,29 +84,15 @@ def test_metrics_reach_tensorboard_and_completions_the_terminal(tiny_model, tmp_
     assert all(column in printed for column in ("Prompt", "Completion", "length_reward", "Advantage"))
 
 
-def test_metrics_reach_wandb_offline(tiny_model, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    for name, value in (("WANDB_MODE", "offline"), ("WANDB_DIR", tmp_path), ("WANDB_SILENT", "true")):
-        monkeypatch.setenv(name, str(value))
-    train(tiny_model, tmp_path, report_to="wandb", log_completions=True)
-    wandb.finish()
-    (file,) = tmp_path.rglob("*.wandb")
-    written = file.read_bytes()
-    assert b"train/opo/chi2" in written
-    assert b"completions" in written
-
-
 def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
     pytest.importorskip("trackio")
     for name, module in list(sys.modules.items()):  # TRL's import has read TRACKIO_DIR
         if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     trainer = make(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
-    for measure in (evaluate, OPOTrainer.evaluate):  # the run has not begun
-        measure(trainer, CHAT.select(range(2)))
+    evaluate(trainer, CHAT.select(range(2)))  # the run has not begun
     trainer.train()
-    for measure in (evaluate, OPOTrainer.evaluate):  # the run is over
-        measure(trainer, CHAT.select(range(2)))
+    evaluate(trainer, CHAT.select(range(2)))  # the run is over
     (file,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
@@ -129,8 +104,7 @@ def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(PRETEND, reason="the pretend device has no views in inference mode")
-@pytest.mark.parametrize("dataset", [CHAT], ids=["conversational"])
-def test_reward_model_and_function_with_weights(tiny_model, tmp_path, dataset):
+def test_reward_model_and_function_with_weights(tiny_model, tmp_path):
     config = AutoConfig.from_pretrained(tiny_model, num_labels=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "judge")
@@ -143,7 +117,7 @@ def test_reward_model_and_function_with_weights(tiny_model, tmp_path, dataset):
     trainer = train(
         tiny_model,
         tmp_path,
-        dataset=dataset,
+        dataset=CHAT,
         reward_funcs=[str(tmp_path / "judge"), length],
         reward_weights=[0.5, 2.0],
     )
@@ -153,88 +127,6 @@ def test_reward_model_and_function_with_weights(tiny_model, tmp_path, dataset):
     assert first["rewards/length/mean"] == pytest.approx(statistics.fmean(lengths))
     assert first["reward"] == pytest.approx(0.5 * judged + 2 * statistics.fmean(lengths))
     assert first["grad_norm"] > 0
-
-
-# Tools
-
-
-def add(a: int, b: int) -> int:
-    """
-    Add two numbers.
-
-    Args:
-        a: one number.
-        b: the other.
-
-    Returns:
-        Their sum.
-    """
-    return a + b
-
-
-class Sums:
-    """An environment that offers a tool and rewards its calls."""
-
-    def reset(self, **kwargs):
-        self.calls = []
-
-    def add(self, a: int, b: int) -> int:
-        """
-        Add two numbers.
-
-        Args:
-            a: one number.
-            b: the other.
-
-        Returns:
-            Their sum.
-        """
-        self.calls.append((a, b))
-        return a + b
-
-    def get_reward(self) -> float:
-        return float(len(self.calls))
-
-
-SUM = Dataset.from_dict({"prompt": [[{"role": "user", "content": "2+3"}]] * 4})
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-
-
-@pytest.fixture(scope="module")
-def caller(tiny_model, tmp_path_factory) -> str:
-    """Folder of a model that has memorized to call `add` and to repeat its result."""
-    turns = [
-        *SUM[0]["prompt"],
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "name": "add", "content": "5"},
-        {"role": "assistant", "content": "5"},
-    ]
-    return save_caller(tiny_model, tmp_path_factory.mktemp("caller"), turns, tools=[add])
-
-
-@pytest.mark.parametrize("kind", ["tool", "environment"])
-def test_tools_and_environments(caller, tmp_path, kind):
-    conversations = []
-
-    def reward(completions, **kwargs) -> list[float]:
-        conversations.extend(completions)
-        return [float(i % 2) for i in range(len(completions))]
-
-    arguments = {"tools": [add]} if kind == "tool" else {"environment_factory": Sums}
-    options = {"max_completion_length": 200, "learning_rate": 1e-4}
-    trainer = train(caller, tmp_path, dataset=SUM, reward_funcs=reward, arguments=arguments, **options)
-    first = logged(trainer)[0]
-    assert first["tools/call_frequency"] > 0.8
-    assert first["grad_norm"] > 0
-    turns = [{"role": "tool", "name": "add", "content": "5"}, {"role": "assistant", "content": "5"}]
-    assert [conversation[1:] for conversation in conversations].count(turns) > 6
-    if kind == "environment":
-        assert first["rewards/Sums/mean"] == first["tools/call_frequency"]
-    else:
-        assert "rewards/Sums/mean" not in first
-    sample = evaluate(trainer, SUM.select(range(1)), decoding="greedy").samples[0]
-    assert sample["completion"][1:] == turns
-    assert sample["reward"] == 0.0
 
 
 # Images
@@ -280,7 +172,7 @@ def test_images_of_several_sizes(tmp_path):
     assert min(norms[0]) > 0
 
 
-def train_mixed_images(folder: str, options: dict) -> None:
+def train_mixed_images(folder: str) -> None:
     """In each process: only the prompts of the first one have images."""
     # Two prompts of each rollout per process: within one process TRL allows either images or none.
     with_image = [True, True, False, False, False, False, True, True]
@@ -298,7 +190,8 @@ def train_mixed_images(folder: str, options: dict) -> None:
         ddp_timeout=60,
         gradient_accumulation_steps=1,
         max_steps=4,
-        **options,
+        anchor_correction="length_normalized",
+        top_entropy_quantile=0.5,
     )
     entries, original = [], trainer._micro_batches
 
@@ -313,132 +206,16 @@ def train_mixed_images(folder: str, options: dict) -> None:
     torch.save({"images": entries, "parameters": parameters}, Path(folder) / f"{rank}.pt")
 
 
-@pytest.mark.parametrize("options", [{"anchor_correction": "length_normalized", "top_entropy_quantile": 0.5}])
-def test_images_on_one_process_and_none_on_the_other(tmp_path, options):
+def test_images_on_one_process_and_none_on_the_other(tmp_path):
     """TRL omits the entries of images where there are none, so all processes must agree on what to gather."""
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 120.0}
-    assert launch(train_mixed_images, str(tmp_path), options, **where) == [0, 0], logs(tmp_path)
+    assert launch(train_mixed_images, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     assert any(a != b for a, b in zip(one["images"], other["images"], strict=True)), "no rollout was mixed"
     assert torch.allclose(one["parameters"], other["parameters"])
 
 
-# The Hub
-
-
-class Hub(ThreadingHTTPServer):
-    """A local hub that accepts every file of a commit and keeps it."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _HubHandler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.requests: list[tuple[str, str]] = []
-        self.files: dict[str, bytes] = {}
-
-
-class _HubHandler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append((self.command, self.path))
-        lines = [json.loads(line) for line in body.splitlines()]
-        if self.path == "/api/repos/create":
-            self.answer({"url": f"{self.server.url}/{lines[0]['organization']}/{lines[0]['name']}"})
-        elif "/preupload/" in self.path:
-            paths = [file["path"] for file in lines[0]["files"]]
-            self.answer({"files": [{"path": p, "uploadMode": "regular", "shouldIgnore": False} for p in paths]})
-        elif "/commit/" in self.path:
-            files = [line["value"] for line in lines if line["key"] == "file"]
-            self.server.files.update({file["path"]: b64decode(file["content"]) for file in files})
-            self.answer({"commitUrl": f"{self.server.url}/me/opo-test/commit/0", "commitOid": "0" * 40})
-        else:
-            self.answer({})
-
-    def do_GET(self):
-        self.server.requests.append((self.command, self.path))
-        self.answer({"id": "me/opo-test", "sha": "0" * 40, "siblings": []})
-
-    def answer(self, content: dict):
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *arguments):
-        pass
-
-
-@pytest.fixture
-def hub(monkeypatch) -> Iterator[Hub]:
-    server = Hub()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # a client that an earlier test may have created
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-
-
-def test_model_is_pushed_to_the_hub_when_asked(tiny_model, tmp_path, hub):
-    train(tiny_model, tmp_path / "not", save_strategy="steps", save_steps=2)
-    assert not any(method == "POST" for method, _ in hub.requests)
-    options = {"push_to_hub": True, "hub_model_id": "me/opo-test", "hub_token": "hf_none"}
-    trainer = train(tiny_model, tmp_path / "pushed", **options)
-    trainer.push_to_hub()
-    assert hub.files.keys() >= {"README.md", "model.safetensors", "tokenizer.json", "training_args.bin"}
-    assert hub.files["model.safetensors"] == (tmp_path / "pushed" / "model.safetensors").read_bytes()
-    card = hub.files["README.md"].decode()
-    assert re.search(r"^- opo$", card, re.MULTILINE)
-    assert "2601.12415" in card
-
-
-# Kernels
-
-
-@pytest.mark.filterwarnings("ignore:`use_liger_kernel=True` is deprecated:FutureWarning")
-def test_liger_does_not_fuse_the_head(tiny_model, tmp_path):
-    """Its fused loss would replace the log-probabilities that OPO's loss needs."""
-    assert make(tiny_model, tmp_path, use_liger_kernel=True).args.liger_kernel_config == {
-        "fused_linear_cross_entropy": False
-    }
-    fused = {"fused_linear_cross_entropy": True}
-    with pytest.raises(ValueError, match="fused_linear_cross_entropy"):
-        make(tiny_model, tmp_path, use_liger_kernel=True, liger_kernel_config=fused)
-
-
 # Evaluations by Transformers
-
-
-def reward_of_row(worth, **kwargs) -> list[float]:
-    return worth
-
-
-def row_rewards(model: str, folder: str) -> None:
-    """Mean rewards of evaluations whose last batch is not full, on two datasets."""
-    held_out = {name: PLAIN.select(range(n)).add_column("worth", [*map(float, range(n))]) for name, n in SIZES.items()}
-    sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2}
-    trainer = make(model, folder, reward_funcs=reward_of_row, arguments={"eval_dataset": held_out}, **sizes)
-    found = trainer.evaluate()
-    if trainer.accelerator.is_main_process:
-        Path(folder, "found.json").write_text(json.dumps(found))
-
-
-SIZES = {"a": 3, "b": 5}
-
-
-@pytest.mark.parametrize("processes", [2])
-def test_evaluations_log_the_mean_reward_of_their_own_rows_under_their_own_names(tiny_model, tmp_path, processes):
-    """On two processes, TRL counts rows with which the last batch is filled; and names all datasets alike."""
-    where = {"config": "multi_gpu", "processes": processes, "folder": tmp_path}
-    assert launch(row_rewards, tiny_model, str(tmp_path), **where) == [0] * processes, logs(tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
-    for name, rows in SIZES.items():
-        assert found[f"eval_{name}_reward"] == found[f"eval_{name}_rewards/reward_of_row/mean"] == (rows - 1) / 2
-        assert f"eval_{name}_opo/chi2" in found
-    assert not [name for name in found if not name.startswith(("eval_a_", "eval_b_", "epoch", "eval_model_prep"))]
 
 
 def falling(completions, trainer_state, **kwargs) -> list[float]:
@@ -446,17 +223,11 @@ def falling(completions, trainer_state, **kwargs) -> list[float]:
     return [1.0 - abs(trainer_state.global_step - 2) / 10] * len(completions)
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, tmp_path, named):
-    """Of several datasets, one has to be named, as Transformers says at the first evaluation."""
-    held_out = PLAIN.select(range(2))
+def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, tmp_path):
     callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
-    arguments = {"eval_dataset": {"a": held_out, "b": held_out} if named else held_out, "callbacks": callbacks}
+    arguments = {"eval_dataset": PLAIN.select(range(2)), "callbacks": callbacks}
     often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
     often |= {"load_best_model_at_end": True, "num_generations_eval": 2}
-    where = {"reward_funcs": falling, "arguments": arguments}
-    if named:
-        often["metric_for_best_model"] = "eval_b_reward"
-    trainer = make(tiny_model, tmp_path, **where, **often)
+    trainer = make(tiny_model, tmp_path, reward_funcs=falling, arguments=arguments, **often)
     trainer.train()
     assert (trainer.state.best_global_step, trainer.state.best_metric, trainer.state.global_step) == (2, 1.0, 4)

@@ -1,64 +1,14 @@
-"""Small models for tests of images and of tools."""
-
-from collections.abc import Callable
-from pathlib import Path
+"""A small model for tests of images."""
 
 import torch
-import trl
 from tiny import make_tokenizer
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     ProcessorMixin,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from trl.chat_template_utils import get_training_chat_template
-
-
-def save_caller(model: str, folder: Path, turns: list[dict], tools: list[Callable], **template) -> str:
-    """
-    Save a model that has memorized what the assistant says in a conversation, with tool calls and their results.
-
-    Args:
-        model: folder of the model to begin with.
-        folder: where to save; returned as a string.
-        turns: messages, in turn of a user, the assistant, tools and the assistant again.
-        tools: whose schemas the prompt shows.
-        template: more arguments of Qwen3's chat template, with which the conversation is rendered.
-    """
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
-    in_training = get_training_chat_template(tokenizer)  # with tools, TRL renders prompts by this one
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    policy.resize_token_embeddings(len(tokenizer))
-
-    def rendered(number: int) -> list[int]:
-        follows = number < len(turns) and turns[number]["role"] == "assistant"
-        options = {"chat_template": in_training, "add_generation_prompt": follows, **template}
-        return tokenizer.apply_chat_template(turns[:number], tools=tools, return_dict=False, **options)
-
-    tokens = rendered(len(turns))
-    labels = torch.full((1, len(tokens)), -100)
-    for number, turn in enumerate(turns):
-        if turn["role"] == "assistant":
-            own = slice(len(rendered(number)), len(rendered(number + 1)))
-            labels[:, own] = torch.tensor(tokens[own])
-    torch.manual_seed(0)
-    optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
-    for _ in range(200):
-        loss = policy(torch.tensor([tokens]), labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if loss < 0.005:
-            break
-    policy.config.max_position_embeddings = 1024  # TRL drops a tool's result that would not fit
-    policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 class ImageProcessor(Qwen2_5_VLProcessor):

@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from guessing import GAMES, Guessing
+from guessing import GAMES, Guessing, guess
 from helpers import (
     EXACT,
     PROMPTS,
@@ -116,16 +116,6 @@ def generates(*, reward: Callable = even_tokens, **more: Any) -> dict[str, Any]:
 
 def converses(kind: str) -> dict[str, Any]:
     """Arguments of a trainer whose model guesses numbers, in an environment or with a tool."""
-
-    def guess(number: int) -> str:
-        """
-        Guess the number.
-
-        Args:
-            number: your guess.
-        """
-        return "higher: 3 to 7" if number < 5 else "right"
-
     if kind == "environment":
         return generates(reward=None, train_dataset=GAMES, environment_factory=Guessing)
     return generates(train_dataset=GAMES, tools=[guess])

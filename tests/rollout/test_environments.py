@@ -11,7 +11,7 @@ import re
 
 import pytest
 import torch
-from guessing import GAMES, TOOL_WROTE, Guessing
+from guessing import GAMES, TOOL_WROTE, Guessing, guess
 from helpers import (
     Reference,
     Script,
@@ -63,19 +63,14 @@ class Evaluating(TrainerCallback):
         assert evaluate(self.trainer, GAMES.select(range(4)), seed=state.global_step).scored == 4
 
 
-def found(completions, **columns) -> list[float]:
-    assert "environments" not in columns
-    return [float("right" in [message["content"] for message in turns]) for turns in completions]
-
-
 def messages(completions, **columns) -> list[float]:
     return [float(len(turns)) for turns in completions]
 
 
-def playing(player, folder, *, train=True, environment=Guessing, reward_funcs=None, data=GAMES, **options):
+def playing(player, folder, *, train=True, environment=Guessing, tools=None, reward_funcs=None, **options):
     """A trainer on games of at most four calls, trained or not."""
-    arguments = {"rollout_func": None, "reward_funcs": reward_funcs, "train_dataset": data}
-    arguments["environment_factory"] = environment
+    arguments = {"rollout_func": None, "reward_funcs": reward_funcs, "train_dataset": GAMES}
+    arguments |= {"tools": tools} if tools else {"environment_factory": environment}
     options = {
         "max_completion_length": 60,
         "max_tool_calling_iterations": 4,
@@ -103,12 +98,12 @@ def turns(mask: torch.Tensor) -> int:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"tools": [guess], "reward_funcs": [messages]},
         {"max_tokens_per_micro_batch": 120, "ratio_form": "exact", "beta": 0.1},
         {"mask_truncated_completions": True, "max_completion_length": 23, "reward_funcs": [messages]},
         {"num_iterations": 2, "max_staleness": 1, "max_steps": 12, "max_sampling_rounds": 3},
     ],
-    ids=lambda options: " ".join(options) or "default",
+    ids=" ".join,
 )
 def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
     trainer = playing(player, tmp_path, **options)
