@@ -1,69 +1,147 @@
 """
-The public GRPO scripts of docs/migrating.md, reduced to what each relies on: only the class names change.
+Public GRPO scripts, as docs/migrating.md lists them, and what scripts do around training: only the class names change.
 
-A reduced script keeps a script's interface (how it makes prompts, rewards, model and trainer, and what it reads
-afterwards) at a size that a CPU trains in a second.
+A script is a function that is called with the class of a configuration, the class of a trainer, and what it would
+otherwise have loaded; it returns the trainer. It runs with TRL's classes and with this package's, and all but the loss
+is compared. It keeps the interface of the original at a size that a CPU trains in a second.
 """
 
 import asyncio
+import copy
+import functools
+import inspect
 import json
+import math
+import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trl
 import yaml
-from datasets import Dataset
-from helpers import snapshot
+from datasets import Dataset, DatasetDict
+from helpers import USE_CPU, logged, snapshot
 from peft import PeftModel
-from side_by_side import SMALL, Run, side_by_side
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.rewards import accuracy_reward
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 from trl.scripts import grpo as trl_script
+
+from opo_trl import OPOConfig, OPOTrainer
+
+
+CLASSES = {"trl": (GRPOConfig, GRPOTrainer), "opo": (OPOConfig, OPOTrainer)}
+
+SMALL = {
+    "use_cpu": USE_CPU,
+    "bf16": False,
+    "max_completion_length": 12,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.01,
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+# What GRPO's clipped loss logs: OPO does not clip. `loss`, `grad_norm` and, after the first step, `entropy` differ.
+OF_THE_CLIPPED_LOSS = "clip_ratio/"
+
+# What a rollout has logged before any loss is computed, by the beginning of its name.
+OF_THE_ROLLOUT = ("reward", "frac_reward", "completions/", "num_tokens", "learning_rate", "tools/", "epoch")
+
+# What is handed to every reward function besides the dataset's columns.
+ALWAYS = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+OBJECTS = {"trainer_state", "log_extra", "log_metric", "environments"}
+
+
+@dataclass
+class Run:
+    """A script's run."""
+
+    folder: Path  # where the script writes
+    trainer: Any = None  # what it returns
+    # Name and arguments of each call of a recorded reward function, with the step in which it was made.
+    calls: list[tuple[str, dict[str, Any], int]] = field(default_factory=list)
+
+    def record(self, *rewards: Callable) -> list[Callable]:
+        """The reward functions, with their names, recorded."""
+        return [self._recorded(reward) for reward in rewards]
+
+    def _recorded(self, reward: Callable) -> Callable:
+        def note(named: dict[str, Any]) -> None:
+            kept = {name: value if name in OBJECTS else copy.deepcopy(value) for name, value in named.items()}
+            self.calls.append((reward.__name__, kept, named["trainer_state"].global_step))
+
+        @functools.wraps(reward)
+        def call(**named):
+            note(named)
+            return reward(**named)
+
+        @functools.wraps(reward)
+        async def call_async(**named):
+            note(named)
+            return await reward(**named)
+
+        return call_async if inspect.iscoroutinefunction(reward) else call
+
+    def given(self, name: str) -> list[dict[str, Any]]:
+        """Arguments of each call of a reward function."""
+        return [named for called, named, _ in self.calls if called == name]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """Log entries of optimizer steps."""
+        return [entry for entry in self.trainer.state.log_history if "grad_norm" in entry]
+
+    @property
+    def files(self) -> set[str]:
+        found = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
+        return {re.sub(r"events\.out\..*", "events.out", name) for name in found}
+
+
+def side_by_side(script: Callable, folder: Path, *arguments: Any) -> tuple[Run, Run]:
+    """Run a script on both sides, and check that they agree on all that is not the loss."""
+    trl, opo = (Run(folder / side / "out") for side in CLASSES)
+    for made, classes in zip((trl, opo), CLASSES.values(), strict=True):
+        made.folder.mkdir(parents=True)
+        made.trainer = script(*classes, made, *arguments)
+    assert [(name, {*named}, step) for name, named, step in trl.calls] == [
+        (name, {*named}, step) for name, named, step in opo.calls
+    ]
+    for (name, of_trl, step), (_, of_opo, _) in zip(trl.calls, opo.calls, strict=True):
+        assert of_trl.keys() >= ALWAYS
+        if step == 0:  # the same policy has generated: afterwards the losses differ
+            for argument in of_trl.keys() - OBJECTS:
+                assert of_trl[argument] == of_opo[argument], f"{argument} of {name}"
+    check_logs(trl.trainer.state.log_history, opo.trainer.state.log_history)
+    assert trl.files <= opo.files
+    for name in ("global_step", "max_steps", "epoch", "is_world_process_zero"):
+        assert getattr(trl.trainer.state, name) == getattr(opo.trainer.state, name), name
+    assert all(made.entries[0]["grad_norm"] > 0 for made in (trl, opo))
+    return trl, opo
+
+
+def check_logs(of_trl: list[dict[str, Any]], of_opo: list[dict[str, Any]]) -> None:
+    """Check that whatever reads a log of GRPO can read that of OPO: the same entries, with all their names."""
+    assert len(of_trl) == len(of_opo)
+    for one, other in zip(of_trl, of_opo, strict=True):
+        missing = {name for name in one.keys() - other.keys() if OF_THE_CLIPPED_LOSS not in name}
+        assert not missing, missing
+        # TRL logs None for its own metrics, such as the mean of a reward that has scored nothing.
+        assert all(isinstance(value, int | float) for name, value in other.items() if name not in one)
+        for name in one:
+            if one["step"] <= 1 and name.startswith(OF_THE_ROLLOUT):
+                same = one[name] == other[name] or math.isclose(one[name], other[name], rel_tol=1e-6)
+                assert same, (name, one[name], other[name])
 
 
 SUMS = [(f"{a} + {b} =", a + b) for a, b in ((1, 1), (2, 5), (9, 3), (4, 4), (7, 6), (8, 2), (3, 0), (5, 5))]
 
 
-def ask(question: str, system: str | None = None) -> list[dict[str, str]]:
-    user = [{"role": "user", "content": question}]
-    return [{"role": "system", "content": system}, *user] if system else user
-
-
-def texts(completions: list[list[dict[str, str]]]) -> list[str]:
-    assert all(message["role"] == "assistant" for messages in completions for message in messages)
-    return [messages[0]["content"] for messages in completions]
-
-
-# 1. The quick start of TRL
-
-
-def quick_start(config_class, trainer_class, out: Run, model: str):
-    problems = [{"prompt": ask(question), "solution": f"${value}$"} for question, value in SUMS]
-    trainer = trainer_class(
-        model=model,
-        reward_funcs=out.record(accuracy_reward)[0],
-        args=config_class(str(out.folder), **SMALL),
-        train_dataset=Dataset.from_list(problems),
-    )
-    trainer.train()
-    return trainer
-
-
-def test_quick_start(tiny_model, tmp_path):
-    """Neither `num_generations` nor a batch size is set, and the reward is TRL's, not in a list."""
-    for made in side_by_side(quick_start, tmp_path, tiny_model, learns=False):
-        calls = made.given("accuracy_reward")
-        assert [len(call["completions"]) for call in calls] == [8, 8]
-        assert {*calls[0]["solution"]} == {calls[0]["solution"][0]}  # one group
-        assert made.entries[0]["rewards/accuracy_reward/mean"] == 0.0
-        assert {"model.safetensors", "README.md", "tokenizer.json"} <= {
-            name.removeprefix("checkpoint-2/") for name in made.files
-        }
-
-
-# 2. trl/scripts/grpo.py, as installed
+# trl/scripts/grpo.py, as installed
 
 
 def scripts_grpo(config_class, trainer_class, out: Run, model: str, data: Path, monkeypatch):
@@ -107,7 +185,10 @@ def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
     problems = tmp_path / "problems"
     problems.mkdir()
     for split, rows in (("train", SUMS), ("test", SUMS[:2])):
-        lines = [json.dumps({"prompt": ask(question), "solution": f"${value}$"}) for question, value in rows]
+        lines = [
+            json.dumps({"prompt": [{"role": "user", "content": question}], "solution": f"${value}$"})
+            for question, value in rows
+        ]
         (problems / f"{split}.jsonl").write_text("\n".join(lines))
     (tmp_path / "own_rewards.py").write_text(
         "def vowels(completions, **kwargs):\n"
@@ -126,63 +207,7 @@ def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
         assert [entry["step"] for entry in evaluated] == [0, 2]
 
 
-# 3. GSM8K, by willccbb
-
-
-def tagged(text: str) -> str:
-    return text.rsplit("<answer>", 1)[-1].split("</answer>", 1)[0].strip()
-
-
-def correctness_reward(prompts, completions, answer, **kwargs) -> list[float]:
-    question, responses = prompts[0][-1]["content"], texts(completions)
-    print(f"{question}\n{answer[0]}\n{responses[0]}\n{tagged(responses[0])}")
-    return [2.0 if tagged(r) == a else 0.0 for r, a in zip(responses, answer, strict=True)]
-
-
-def count_reward(completions, **kwargs) -> list[float]:
-    return [0.125 * r.count("<") - 0.001 * len(r) for r in texts(completions)]
-
-
-def gsm8k(config_class, trainer_class, out: Run, model_name: str):
-    rows = [{"prompt": ask(q, "Use <reasoning> and <answer>."), "answer": str(v), "question": q} for q, v in SUMS]
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model_name)
-    tokenizer.pad_token = tokenizer.eos_token
-    before = snapshot(model)
-    args = config_class(
-        output_dir=str(out.folder),
-        run_name="gsm8k",
-        **SMALL,
-        warmup_steps=0.1,
-        lr_scheduler_type="cosine",
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=4,
-        num_generations=4,
-    )
-    rewards = out.record(count_reward, correctness_reward)
-    trainer = trainer_class(
-        model=model, processing_class=tokenizer, reward_funcs=rewards, args=args, train_dataset=Dataset.from_list(rows)
-    )
-    trainer.train()
-    # The script's own object is what is trained.
-    assert not all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert trainer.model is model
-    return trainer
-
-
-def test_gsm8k(tiny_model, tmp_path, capsys):
-    """Model and tokenizer are objects; rewards index messages, print, and take the column `answer`."""
-    for made in side_by_side(gsm8k, tmp_path, tiny_model):
-        first = made.given("correctness_reward")[0]
-        assert [message["role"] for message in first["prompts"][0]] == ["system", "user"]
-        assert len({*first["answer"]}) == 1
-        assert made.entries[0]["rewards/count_reward/std"] > 0
-        assert made.trainer.processing_class.pad_token == "<|im_end|>"
-        assert made.trainer.args.run_name == "gsm8k"
-    assert all(capsys.readouterr().out.count(f"{question}\n{value}\n") in (0, 2) for question, value in SUMS)
-
-
-# 4. The reward functions of the documentation
+# The reward functions of the documentation
 
 
 def patterns(config_class, trainer_class, out: Run, model: str):
@@ -241,3 +266,173 @@ def test_reward_functions_of_the_documentation(tiny_model, tmp_path):
     of_trl, of_opo = (table.to_dict() for table in tables)
     assert {"golden", "prompt", "completion", "advantage", "slow_reward"} <= of_trl.keys()
     assert json.dumps(of_trl) == json.dumps(of_opo)
+
+
+# Around training
+
+
+PROBLEMS = Dataset.from_list([{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)])
+FEW = PROBLEMS.select(range(2))
+
+
+def length(completions, **kwargs) -> list[float]:
+    return [float(len(completion.encode())) for completion in completions]
+
+
+def make(config_class, trainer_class, out: Run, model, *, reward_funcs=length, arguments=None, **options):
+    """Two optimizer steps of two micro-batches, each on a rollout of two groups of four."""
+    settings = {
+        **SMALL,
+        "output_dir": str(out.folder),
+        "save_strategy": "no",
+        "num_generations": 4,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        **options,
+    }
+    given = {"train_dataset": PROBLEMS, **(arguments or {})}
+    rewards = out.record(*(reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]))
+    return trainer_class(model, rewards, config_class(**settings), **given)
+
+
+def trained(*arguments, **options):
+    trainer = make(*arguments, **options)
+    trainer.train()
+    return trainer
+
+
+# Callbacks
+
+
+class Witness(TrainerCallback):
+    """Records each event: its name, the step, what it can see, and what is asked for."""
+
+    def __init__(self):
+        self.seen = []
+
+
+def _note(event: str):
+    def note(self, args, state, control, **seen):
+        asked = [name for name, value in vars(control).items() if value is True]
+        given = {name for name, value in seen.items() if value is not None}
+        self.seen.append((event, state.global_step, given, asked))
+
+    return note
+
+
+for event in dir(TrainerCallback):
+    if event.startswith("on_"):
+        setattr(Witness, event, _note(event))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": -1, "num_train_epochs": 2, "steps_per_generation": 3, "save_strategy": "epoch"},
+        {"max_steps": 5, "steps_per_generation": 4, "num_iterations": 2, "logging_steps": 2, "eval_on_start": True},
+    ],
+)
+def test_callbacks_see_the_same_events(tiny_model, tmp_path, options):
+    """In the same order, in the same steps, with the same objects, however OPO cuts its micro-batches."""
+
+    def script(config_class, trainer_class, out: Run):
+        out.witness = Witness()
+        arguments = {"callbacks": [out.witness], "eval_dataset": FEW}
+        often = {"eval_strategy": "steps", "eval_steps": 2, **options}
+        return trained(config_class, trainer_class, out, tiny_model, arguments=arguments, **often)
+
+    trl, opo = side_by_side(script, tmp_path)
+    assert trl.witness.seen == opo.witness.seen
+    assert {"on_step_begin", "on_pre_optimizer_step", "on_step_end"} <= {event for event, *_ in opo.witness.seen}
+    assert {"model", "processing_class", "optimizer", "lr_scheduler"} <= opo.witness.seen[-1][2]
+
+
+# Evaluation and checkpoints
+
+
+def test_evaluation_before_during_and_after_training(tiny_model, tmp_path):
+    """Several datasets by name, a prefix, another dataset, `predict`; and one completion per problem."""
+
+    def script(config_class, trainer_class, out: Run):
+        arguments = {"eval_dataset": DatasetDict(easy=FEW, hard=PROBLEMS.select(range(3)))}
+        options = {"eval_strategy": "steps", "eval_steps": 1, "num_generations_eval": 1}
+        trainer = make(config_class, trainer_class, out, tiny_model, arguments=arguments, **options)
+        out.metrics = [trainer.evaluate()]
+        trainer.train()
+        out.metrics += [trainer.evaluate(metric_key_prefix="test"), trainer.evaluate(FEW)]
+        out.metrics.append(trainer.predict(FEW).metrics)
+        return trainer
+
+    trl, opo = side_by_side(script, tmp_path)
+    for of_trl, of_opo in zip(trl.metrics[2:], opo.metrics[2:], strict=True):
+        assert {name for name in of_trl if "clip_ratio" not in name} <= of_opo.keys()
+    assert {"eval_easy_loss", "eval_hard_loss"} <= opo.metrics[0].keys()
+    of_trl = {name: value for name, value in trl.metrics[0].items() if "reward" in name}
+    assert of_trl == {name: opo.metrics[0][name] for name in of_trl}
+
+
+@pytest.mark.parametrize("begun_by", ["same", "opo"])
+def test_checkpoints_resume_in_either_trainer(tiny_model, tmp_path, begun_by):
+    """A script that goes back from OPO to GRPO takes its checkpoint along."""
+
+    def script(config_class, trainer_class, out: Run):
+        classes = CLASSES.get(begun_by, (config_class, trainer_class))
+        options = {"save_strategy": "steps", "save_steps": 1}
+        trained(*classes, out, tiny_model, **options, max_steps=1)
+        trainer = make(config_class, trainer_class, out, tiny_model, **options)
+        before = snapshot(trainer.model)
+        trainer.train(resume_from_checkpoint=begun_by == "same" or out.folder / "checkpoint-1")
+        assert not all(torch.equal(value, snapshot(trainer.model)[name]) for name, value in before.items())
+        return trainer
+
+    for made in side_by_side(script, tmp_path):
+        assert [entry["step"] for entry in made.entries] == [1, 2]
+
+
+def test_parts_that_a_script_brings(tiny_model, tmp_path):
+    """A rollout function, an optimizer and schedule; and a batch that is differentiated without `train`."""
+
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        completions = [[5 + row % 3, 6, 7 + row] for row, _ in enumerate(prompts)]
+        logprobs = [[-1.0, -2.0, -3.0]] * len(prompts)
+        bonus = [float(row) for row, _ in enumerate(prompts)]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": logprobs, "bonus": bonus}
+
+    def reward(bonus, **kwargs):
+        return bonus
+
+    def script(config_class, trainer_class, out: Run):
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        arguments = {"rollout_func": rollout, "optimizers": (optimizer, schedule)}
+        trainer = make(config_class, trainer_class, out, model, reward_funcs=reward, arguments=arguments)
+        out.batch = next(iter(trainer.get_train_dataloader()))
+        trainer.train()
+        return trainer
+
+    trl, opo = side_by_side(script, tmp_path)
+    assert trl.batch == opo.batch
+    for made in (trl, opo):
+        assert made.entries[0]["reward"] == 3.5
+        assert [entry["learning_rate"] for entry in made.entries] == pytest.approx([0.1, 0.05])
+
+
+def test_reward_may_leave_the_policy_in_evaluation_mode(tiny_model, tmp_path):
+    """As one does that asks the policy itself; later passes would take the moved policy for the behaviour policy."""
+    trainers = []
+    for switches in (False, True):
+
+        def judge(completions, *, switches=switches, **kwargs):
+            trainers[-1].model.train(not switches)
+            return length(completions)
+
+        options = {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 5}
+        out = Run(tmp_path / str(switches))
+        trainers.append(make(OPOConfig, OPOTrainer, out, tiny_model, reward_funcs=judge, **options))
+        trainers[-1].train()
+    one, other = (snapshot(trainer.model) for trainer in trainers)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert [entry["opo/pass"] for entry in logged(trainers[1])] == [1, 1, 2, 2, 1]
