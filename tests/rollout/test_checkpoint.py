@@ -162,18 +162,6 @@ def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: st
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
 
 
-def test_setting_of_a_rollout_that_is_replayed_stays(tiny_model: str, tmp_path: Path):
-    replay = {**REUSE, "max_staleness": 1}
-    trained(tiny_model, tmp_path, **replay)
-    again = {**replay, "max_steps": 6, "steps_per_generation": 4}
-    trainer = make_trainer(tiny_model, tmp_path, **again)
-    with pytest.raises(ValueError, match=r"earlier rollouts, made with steps_per_generation.*`max_staleness` to 0"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    trainer = make_trainer(tiny_model, tmp_path, **{**again, "max_staleness": 0})
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(trainer)[-1]["step"] == 6
-
-
 def test_a_checkpoint_of_another_version_is_rejected(copy: Path, tiny_model: str):
     """A run that starts over without a word would be worse."""
     path = copy / "checkpoint-2" / "rollout_state_0.pt"

@@ -10,8 +10,6 @@ from datasets import Dataset
 from helpers import BACKEND, Script, logged, make_trainer
 from invariance.launch import launch, logs
 
-from opo_trl import OPOConfig
-
 
 G = 4
 
@@ -133,11 +131,6 @@ def test_variance_is_that_of_the_valid_completions(tiny_model, tmp_path):
     trainer.train()
     assert len(script.calls) == 2
     assert logged(trainer)[0]["dynamic_sampling/frac_without_spread"] == 0.5  # the further group has the same rewards
-
-
-def test_incompatible_settings_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"scale_rewards='batch' cannot be combined with"):
-        OPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_sampling_rounds=2, scale_rewards="batch")
 
 
 # Several processes

@@ -1,7 +1,5 @@
 """A prompt is computed once for its completions: the same log-probabilities, entropies and gradient as in rows."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -10,10 +8,8 @@ from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl import OPOConfig
 from opo_trl.forecast.plan import _row_tokens
-from opo_trl.rollout.planner import Planner
-from opo_trl.rollout.planning import FEWEST_PASSES, Limits, Prompts, best_cut
+from opo_trl.rollout.planning import Limits, Prompts, best_cut
 from opo_trl.rollout.shared_prompts import arrange, balance, hashes, model_for
 
 
@@ -104,13 +100,8 @@ def test_prompts_are_shared_where_that_costs_less():
     # Attention between completions of 4,000 tokens costs more than a prompt of 400.
     assert not best_cut(np.tile([[400, 4000]], (8, 1)), limits, prompts)[2]
     assert not best_cut(np.tile([[40, 6]], (8, 1)), limits, Prompts(np.arange(8), 6000.0))[2]
-    # Also where the number of passes counts most.
-    fewest = Limits(8, pass_tokens=FEWEST_PASSES)
-    assert best_cut(np.tile([[40, 6]], (8, 1)), fewest, prompts)[1:3] == ([], True)
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
     assert best_cut(np.tile([[40, 6]], (8, 1)), Limits(8, max_tokens=67), prompts)[1] == [4]
-    # A wider row than that of a completion of its own, where tokens and attention together cost less.
-    assert best_cut(np.tile([[1024, 512]], (8, 1)), Limits(8, pass_tokens=FEWEST_PASSES), prompts)[1:3] == ([], True)
     # Filled up to 2 · (40 + 12) tokens: two rows of 39 + 4 · 3, and not 39 + 13 + 3 · 3.
     assert best_cut(np.array([[40, 12], *[[40, 2]] * 7]), Limits(2, fill=True), prompts)[1:3] == ([1], True)
 
@@ -152,27 +143,6 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     assert max(part.numel() for part in tokens) <= rows * (prompt + completion)
     assert budget is None or max(part.numel() for part in tokens) <= budget
     assert f"{rows} × ({prompt} + {completion}) tokens" in trainer.plan
-
-
-@pytest.mark.parametrize(
-    ("device", "options", "fills"),
-    [
-        ("cuda", {}, True),
-        ("cpu", {}, False),
-        ("cuda", {"communicates": True}, False),
-        ("cuda", {"balance": None}, False),
-        ("cuda", {"optim": "galore_adamw_layerwise"}, False),
-    ],
-    ids=str,
-)
-def test_where_passes_are_filled(tmp_path, device, options, fills):
-    """Wherever they may be, or some completions of a prompt may be skipped, the plan counts a prompt for each."""
-    options = {"communicates": False, "balance": 6000.0, "optim": "adamw_torch", **options}
-    sizes = {"per_device_train_batch_size": 8, "use_cpu": True, "bf16": False}
-    args = OPOConfig(str(tmp_path), **sizes)
-    args.optim = options.pop("optim")  # its package is not installed
-    planner = Planner(args, SimpleNamespace(process_index=0, device=torch.device(device)), **options)
-    assert planner._limits(8).fill == fills
 
 
 @pytest.mark.parametrize(
