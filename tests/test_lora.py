@@ -1,6 +1,5 @@
 """LoRA and QLoRA: the saved adapter is the trained one, and the base has not changed."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -56,27 +55,6 @@ def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_pa
     assert torch.equal(logits(loaded.to(trainer.model.device)), after)
     assert len(base) > 20
     assert moved(trainer.model, base) == []
-
-
-def test_merging_changes_the_base_and_restoring_it_undoes_that(tiny_model):
-    """As TRL hands its weights to vLLM, ten times with a growing adapter."""
-
-    def synchronized(restore: bool) -> list[str]:
-        torch.manual_seed(0)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16), lora())
-        base, unchanged = base_of(model), FrozenBase(model) if restore else nullcontext()
-        for _ in range(10):
-            with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    if "lora_" in name:
-                        parameter.add_(torch.randn_like(parameter) * 0.05)
-            with unchanged:
-                model.merge_adapter()
-                model.unmerge_adapter()
-        return moved(model, base)
-
-    assert len(synchronized(restore=False)) == 14
-    assert synchronized(restore=True) == []
 
 
 def test_weights_are_sent_to_a_server_and_the_base_stays_as_it_is(tiny_model, tmp_path, monkeypatch):
