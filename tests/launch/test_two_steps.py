@@ -3,10 +3,12 @@
 import gzip
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 from helpers import DEVICE_FIELDS
+from transformers import AutoTokenizer
 
 from opo_trl.launch.recipe import read
 from opo_trl.train import main
@@ -63,9 +65,20 @@ def some_of(shared_data, tmp_path_factory):
     return folders
 
 
+@pytest.fixture(scope="module")
+def model(shared_data, tiny_model, tmp_path_factory):
+    """A tiny model that reads bytes, with Qwen3's chat template."""
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("model"), dirs_exist_ok=True)
+    template = AutoTokenizer.from_pretrained(shared_data / "Qwen3-1.7B").chat_template
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))  # bytes are many
+    return folder
+
+
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_recipe_of_another_model(path, tmp_path, small_qwen3, some_of):
-    fields = {"model_name_or_path": small_qwen3, "attn_implementation": "sdpa"}
+def test_recipe_of_another_model(path, tmp_path, model, some_of):
+    fields = {"model_name_or_path": model, "attn_implementation": "sdpa"}
     name = "gsm8k" if "gsm8k" in path.parts else "math"
     if "smollm2-135m" not in path.parts:
         fields["dataset_name"] = some_of[name] / "train.jsonl" if path.name == "own_data.yaml" else some_of[name]
