@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,16 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 DEVICE_FIELDS = {  # of a recipe
     "use_cpu": USE_CPU,
     "accelerate_config": str(RECIPES / "accelerate" / ("cpu.yaml" if USE_CPU else "single_gpu.yaml")),
+}
+
+SMALL = {  # fields of a short run in float32, which writes nothing but its log
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": USE_CPU,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
 }
 
 EXACT = 1e-4  # relative error of a float32 gradient of the tiny model against float64 (4e-7 to 1.1e-5 were measured)
@@ -309,6 +319,7 @@ def make_trainer(
         **(trainer_arguments or {}),
     }
     options = {
+        **SMALL,
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 2,
@@ -319,13 +330,6 @@ def make_trainer(
         "lr_scheduler_type": "constant",
         "optim": "sgd",
         "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": USE_CPU,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
         **overrides,
     }
     if issubclass(trainer_class, OPOTrainer):
@@ -357,34 +361,18 @@ def without_times(entry: dict) -> dict:
 
 def advantages(rewards: list[list[float | None]], args: GRPOConfig, G: int) -> list[float]:
     """TRL's documented advantages, from raw rewards: `rewards[row][function]`. 0 where no function could score."""
-    weights = args.reward_weights or [1.0] * len(rewards[0])
-    scorable = [any(r is not None for r in row) for row in rewards]
+    weights, scale = args.reward_weights or [1.0] * len(rewards[0]), args.scale_rewards == "group"
 
-    def centred(values: list[float | None], scale: bool) -> list[float | None]:
+    def centred(values: list[float | None]) -> list[float | None]:
         known = [v for v in values if v is not None]
         if not known or (scale and len(known) < 2):
             return [None] * len(values)
         divisor = statistics.stdev(known) + 1e-4 if scale else 1.0
         return [None if v is None else (v - statistics.fmean(known)) / divisor for v in values]
 
-    def in_groups(values: list[float | None], scale: bool) -> list[float | None]:
-        return [v for i in range(0, len(values), G) for v in centred(values[i : i + G], scale)]
-
-    def total(rows: Iterable[Sequence[float | None]]) -> list[float | None]:
-        return [
-            sum(w * r for w, r in zip(weights, row, strict=True) if r is not None) if known else None
-            for row, known in zip(rows, scorable, strict=True)
-        ]
-
-    if args.multi_objective_aggregation == "normalize_then_sum":
-        columns = [in_groups(list(column), True) for column in zip(*rewards, strict=True)]
-        result = centred(total(zip(*columns, strict=True)), True)
-    else:
-        summed = total(rewards)
-        result = in_groups(summed, args.scale_rewards == "group")
-        if args.scale_rewards == "batch":
-            spread = statistics.stdev([v for v in summed if v is not None]) + 1e-4
-            result = [None if v is None else v / spread for v in result]
+    known = [[(w, r) for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
+    summed = [sum(w * r for w, r in row) if row else None for row in known]
+    result = [v for i in range(0, len(summed), G) for v in centred(summed[i : i + G])]
     return [0.0 if v is None else v for v in result]
 
 

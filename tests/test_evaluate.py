@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import USE_CPU, even_tokens
+from helpers import SMALL, even_tokens
 from invariance.launch import launch, logs
 from trl import GRPOConfig, GRPOTrainer
 
@@ -36,13 +36,8 @@ def make_trainer(
     model: str, folder: str, *, reward_funcs=parity_reward, trainer_class: type = OPOTrainer, **options
 ) -> OPOTrainer:
     settings = {
+        **SMALL,
         "output_dir": folder,
-        "use_cpu": USE_CPU,
-        "bf16": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 3,  # the last batch is a short one
         "num_generations": 4,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import BACKEND, PRETEND, PROMPTS, USE_CPU, logged, snapshot
+from helpers import BACKEND, PRETEND, PROMPTS, SMALL, logged, snapshot
 from invariance.launch import launch, logs
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,6 +38,7 @@ def length_reward(completions, **kwargs) -> list[float]:
 def make(model, folder: Path, *, dataset=PLAIN, reward_funcs=length_reward, arguments=None, **options) -> OPOTrainer:
     """A trainer of two optimizer steps, the second off-policy, on completions that the model generates."""
     settings = {
+        **SMALL,
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "steps_per_generation": 2,
@@ -45,13 +46,6 @@ def make(model, folder: Path, *, dataset=PLAIN, reward_funcs=length_reward, argu
         "max_completion_length": 8,
         "max_steps": 2,
         "learning_rate": 0.01,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": USE_CPU,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
         **options,
     }
     config = OPOConfig(**settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from helpers import USE_CPU
+from helpers import SMALL, USE_CPU
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -86,8 +86,7 @@ def test_numbers_of_verl_are_those_of_a_run(tiny_model, tmp_path):
     args = OPOConfig(
         output_dir=str(tmp_path),
         **converted,
-        **{"max_steps": 8, "logging_steps": 1, "max_completion_length": 4, "use_cpu": USE_CPU, "bf16": False},
-        **{"report_to": "none", "save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True},
+        **{**SMALL, "max_steps": 8, "max_completion_length": 4},
     )
     prompts = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(16)]})
     trainer = OPOTrainer(tiny_model, lambda completions, **_: [float(len(c)) for c in completions], args, prompts)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import even_tokens
+from helpers import SMALL, even_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -86,17 +86,14 @@ def count(trainer_class: type[GRPOTrainer], model: str, folder: Path, **options)
             return rollout
 
     settings = {
+        **SMALL,
+        "use_cpu": False,
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4,
         "num_generations": 4,
         "max_completion_length": 8,
         "max_steps": WARM + COUNTED,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "disable_tqdm": True,
         **options,
     }
     trainer = Counted(

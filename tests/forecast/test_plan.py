@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from datasets import Dataset
-from helpers import PROMPTS, USE_CPU, make_trainer
+from helpers import PROMPTS, SMALL, make_trainer
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
@@ -18,8 +18,7 @@ UNLIMITED = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}  # of m
 
 
 def make(model, tmp_path, prompts=PROMPTS, tokenizer=None, **options) -> OPOTrainer:
-    given = {"use_cpu": USE_CPU, "bf16": False, "report_to": "none", "max_completion_length": 3, "max_steps": 1}
-    args = OPOConfig(str(tmp_path), num_generations=2, save_strategy="no", **given)
+    args = OPOConfig(str(tmp_path), **SMALL, num_generations=2, max_completion_length=3, max_steps=1)
     data = Dataset.from_dict({"prompt": prompts})
     return OPOTrainer(model, reward, args, data, processing_class=tokenizer or make_tokenizer(), **options)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from helpers import BACKEND, PROMPTS, USE_CPU, Script, even_tokens
+from helpers import BACKEND, PROMPTS, SMALL, USE_CPU, Script, even_tokens
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
@@ -87,6 +87,7 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
     if form.sampled:
         completions = {"reward_funcs": even_tokens}
     options = {
+        **SMALL,
         "output_dir": str(folder),
         "per_device_train_batch_size": form.rows,
         "gradient_accumulation_steps": form.accumulation,
@@ -103,14 +104,8 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
         "adaptive_temperature": True,
         "anchor_correction": "length_normalized",
         "mask_truncated_completions": not form.sampled,  # a random model hardly ever ends its completion
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
         "use_cpu": USE_CPU and form.config in (None, "multi_gpu"),
         "ddp_backend": BACKEND if form.processes > 1 else None,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
         **form.options,
     }
     args = OPOConfig(**options)

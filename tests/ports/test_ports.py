@@ -24,7 +24,7 @@ import torch
 import trl
 import yaml
 from datasets import Dataset, DatasetDict
-from helpers import USE_CPU, logged, snapshot
+from helpers import SMALL, logged, snapshot
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -35,16 +35,7 @@ from opo_trl import OPOConfig, OPOTrainer
 
 CLASSES = {"trl": (GRPOConfig, GRPOTrainer), "opo": (OPOConfig, OPOTrainer)}
 
-SMALL = {
-    "use_cpu": USE_CPU,
-    "bf16": False,
-    "max_completion_length": 12,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 0.01,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+FIELDS = {**SMALL, "save_strategy": "steps", "max_completion_length": 12, "max_steps": 2, "learning_rate": 0.01}
 
 # What GRPO's clipped loss logs: OPO does not clip. `loss`, `grad_norm` and, after the first step, `entropy` differ.
 OF_THE_CLIPPED_LOSS = "clip_ratio/"
@@ -155,7 +146,7 @@ def scripts_grpo(config_class, trainer_class, out: Run, model: str, data: Path, 
     monkeypatch.setattr(trl, "GRPOTrainer", kept)
     monkeypatch.chdir(data)  # where the dotted path of a reward is looked up
     config = {
-        **SMALL,
+        **FIELDS,
         "output_dir": str(out.folder),
         "model_name_or_path": model,
         "dataset_name": str(data / "problems"),
@@ -237,7 +228,7 @@ def patterns(config_class, trainer_class, out: Run, model: str):
         reward_funcs=out.record(tokens_reward, slow_reward, reference_reward, math_reward, code_reward),
         args=config_class(
             str(out.folder),
-            **SMALL,
+            **FIELDS,
             log_completions=True,
             num_generations=4,
             per_device_train_batch_size=8,
@@ -282,7 +273,7 @@ def length(completions, **kwargs) -> list[float]:
 def make(config_class, trainer_class, out: Run, model, *, reward_funcs=length, arguments=None, **options):
     """Two optimizer steps of two micro-batches, each on a rollout of two groups of four."""
     settings = {
-        **SMALL,
+        **FIELDS,
         "output_dir": str(out.folder),
         "save_strategy": "no",
         "num_generations": 4,
