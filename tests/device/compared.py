@@ -12,7 +12,6 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from guessing import GAMES, Guessing, guess
 from helpers import (
     EXACT,
     PROMPTS,
@@ -112,13 +111,6 @@ class WithDtypes(RecordingOPO):
 def generates(*, reward: Callable = even_tokens, **more: Any) -> dict[str, Any]:
     """Arguments of a trainer whose completions the model writes, on its device."""
     return {"trainer_arguments": {"rollout_func": None, "reward_funcs": reward, **more}}
-
-
-def converses(kind: str) -> dict[str, Any]:
-    """Arguments of a trainer whose model guesses numbers, in an environment or with a tool."""
-    if kind == "environment":
-        return generates(reward=None, train_dataset=GAMES, environment_factory=Guessing)
-    return generates(train_dataset=GAMES, tools=[guess])
 
 
 def on_device(*arguments: Any, resume: str | None = None, **options: Any) -> Recording:

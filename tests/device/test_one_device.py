@@ -15,14 +15,12 @@ from compared import (
     assert_same_as_on_the_host,
     assert_same_gradients_on_the_host,
     check,
-    converses,
     generates,
     on_device,
     same_bits,
     shortened,
     to_host,
 )
-from counting import assert_no_more_than_grpo
 from helpers import (
     EXACT,
     Script,
@@ -95,12 +93,6 @@ def test_generated_run_follows_the_definition(tiny_model, tmp_path):
     assert trainer.rollouts[0].completion_ids.unique().numel() > 20
 
 
-def test_conversations_follow_the_definition(player, tmp_path):
-    trainer = on_device(player, tmp_path, max_completion_length=60, **converses("tool"), **OFF_POLICY)
-    assert_follows_the_definition(trainer)
-    assert any((rollout.tool_mask < rollout.completion_mask).any() for rollout in trainer.rollouts)
-
-
 def test_lora_has_the_gradients_of_the_host(tiny_model, tmp_path):
     arguments = generates(peft_config=LoraConfig(r=4, target_modules="all-linear"))
     trainer = on_device(tiny_model, tmp_path, beta=0.1, learning_rate=0.05, num_iterations=2, max_steps=4, **arguments)
@@ -137,9 +129,10 @@ def test_evaluations_do_not_touch_training(tiny_model, tmp_path):
 DROPOUT = {"peft_config": LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear")}
 RESUMED = {
     "replay and dropout": {"at": 4, **PASSES, "beta": 0.1, "gradient_checkpointing": True, "arguments": DROPOUT},
-    "inside a rollout": {"at": 3, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "bf16": True},
-    "moving reference": {"at": 2, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "max_steps": 4},
-    "entry on the host": {"at": 2, **PASSES, "max_steps": 4, "trainer_class": WithHostEntry},
+    "inside a rollout": {
+        **{"at": 3, "steps_per_generation": 4, "num_iterations": 2, "max_steps": 6, "bf16": True},
+        **{"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "trainer_class": WithHostEntry},
+    },
 }
 
 
@@ -176,13 +169,6 @@ def test_asynchronous_training_with_the_kernel(tiny_model, tmp_path):
     (first, second, _), log = trainer.recorder.steps, trainer.state.log_history
     assert not same_bits(first.policy, second.policy)
     assert [entry["opo/pass"] for entry in log if "grad_norm" in entry] == [1, 2, 1]
-
-
-# What the host waits for
-
-
-def test_an_optimizer_step_waits_no_more_often_than_grpo(tiny_model, tmp_path):
-    assert_no_more_than_grpo(tiny_model, tmp_path, num_iterations=2)
 
 
 # The command
