@@ -1,13 +1,11 @@
-"""The confirmation of bounds: its forms, what it runs next, its rule and its page."""
-
-from dataclasses import asdict
+"""The confirmation of bounds: the hinge, and the rule."""
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import bounds
-from benchmarks.bounds import ARMS, CANDIDATES, REFERENCES, REGIMES, Run
+from benchmarks.bounds import ARMS, CANDIDATES, REFERENCES, REGIMES
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import Groups, Samples
 
@@ -24,16 +22,6 @@ def force(name: str, moved: float, target: float) -> float:
     return -gradient.item()
 
 
-@pytest.mark.parametrize("moved", [-3.0, -0.5, 0.0, 0.3, 1.5])
-def test_forces_are_those_of_the_bounds(moved):
-    t = np.exp(moved)
-    for name in ("(1, 2, 0, 1)", "(1, 2, 0, 2)", "TOPR", "truncated REINFORCE", "(0, 2, 0, 2), hinge"):
-        given = {"TOPR": "(1, 1, 0, 1)", "truncated REINFORCE": "(0, 2, 0, 2)"}.get(name, name)
-        low, high, least, most = (float(number) for number in given.partition(")")[0][1:].split(","))
-        assert force(name, moved, 1.5) == pytest.approx(1.5 * np.clip(t, low, high))
-        assert force(name, moved, -1.5) == pytest.approx(-1.5 * np.clip(t, least, most))
-
-
 def test_completions_of_solved_groups_are_held_but_not_pushed():
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0])
     known = Groups(advantages=rewards - 0.5, rewards=rewards, valid=torch.arange(9) != 8, num_generations=3)
@@ -46,28 +34,6 @@ def test_completions_of_solved_groups_are_held_but_not_pushed():
     name = "(1, 2, 0, 2), hinge"
     assert force(name, -1.0, bounds._SOLVED) == pytest.approx(1 - np.exp(-1))
     assert force(name, 0.0, bounds._SOLVED) == force(name, 0.5, bounds._SOLVED) == 0
-
-
-def measured(run: Run, best: float) -> dict:
-    """The nearer to a rate, the better."""
-    return asdict(run) | {"sampled": 0.9 - 0.05 * abs(np.log2(run.learning_rate / best)) + 1e-4 * (run.seed % 7)}
-
-
-@pytest.mark.parametrize(("best", "at_edge"), [(1e-4, False), (2e-5, False), (1e-6, True), (1.6e-3, True)])
-def test_a_rate_at_an_edge_extends_the_region_twice(best, at_edge, monkeypatch):
-    found: dict = {}
-    monkeypatch.setattr(bounds, "read", lambda *_: found)
-    stages = []
-    while runs := bounds.next_runs("TOPR", "many"):
-        stages.append(len(runs))
-        found |= {run: measured(run, best) for run in runs}
-    rates = {run.learning_rate for run in found}
-    assert stages[:2] == [5, 6]
-    assert len(rates) == {1e-4: 5, 2e-5: 6}.get(best, 7)
-    reported = bounds.reports("TOPR", "many", found)
-    assert [run.seed for run in reported] == list(range(611, 635))
-    assert bounds.explored("TOPR", "many", found)[2] == at_edge
-    assert reported[0].learning_rate == min(rates, key=lambda rate: abs(np.log2(rate / best)))
 
 
 def reached(**behind: float) -> dict:

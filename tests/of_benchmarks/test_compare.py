@@ -4,16 +4,18 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.compare import curves
 from benchmarks.compare.__main__ import main
-from benchmarks.compare.measures import final, reward
-from benchmarks.compare.runs import read_run
+from benchmarks.compare.measures import Comparison, final, reward
+from benchmarks.compare.runs import Run, by_label, read_run
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 
 
-RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "evidence" / "experiment2" / "opo" / "seed-1"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+RUN = BENCHMARKS / "evidence" / "experiment2" / "opo" / "seed-1"
 
 
 @pytest.fixture
@@ -58,6 +60,14 @@ def rows_of(report: str, title: str) -> list[list[str]]:
 def one_figure(monkeypatch):
     """Drawing takes most of a report's time; tests that read its tables need only one figure."""
     monkeypatch.setattr(curves, "CURVES", curves.CURVES[:1])
+
+
+def test_committed_tables_are_those_of_the_committed_runs(one_figure, tmp_path):
+    """Fields and versions, which the rest of the page lists, are those of today's releases."""
+    report = report_of(tmp_path, BENCHMARKS / "evidence" / "experiment2")
+    committed = (BENCHMARKS / "results" / "experiment2" / "report.md").read_text()
+    assert report.partition("## Curves")[0] == committed.partition("## Curves")[0]
+    assert rows_of(report, "Every run") == rows_of(committed, "Every run")
 
 
 def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
@@ -113,3 +123,41 @@ def test_run_of_another_task_is_rejected_with_the_field_named(runs, tmp_path, ca
     assert expected in said
     assert said.count(" in grpo, ") == 1  # nothing else is blamed
     assert not (tmp_path / "report").exists()
+
+
+# Measures
+
+
+def measured(*logs: list[dict], **settings) -> Comparison:
+    given = {"reward_funcs": ["my.solved"], "generation_batch_size": 48, "steps_per_generation": 2}
+    given |= {"num_iterations": 1, "gradient_accumulation_steps": 1, **settings}
+    return Comparison(by_label([Run("opo", seed, given, {}, {"after": {}}, log) for seed, log in enumerate(logs)]))
+
+
+def test_steps_to_80_percent_are_counted_to_the_best_final_reward():
+    rewards = (np.linspace(0.2, 0.7, 101), np.clip(np.linspace(0.2, 1.7, 101), 0, 1.0))
+    logs = [[{"step": 1 + i, "rewards/solved/mean": value} for i, value in enumerate(each)] for each in rewards]
+    found = measured(*logs)
+    assert found.target == pytest.approx(0.2 + 0.8 * ((0.6525 + 1) / 2 - 0.2))
+    # 0.2 + 0.015·(step − 1), averaged over ten entries, lags 4.5 steps behind: 0.701 at step 1 + 33.4 + 4.5.
+    assert [values["steps to 80 %"] for values in found.values.values()] == [None, 39]
+    assert found.estimate("opo", "steps to 80 %") is None  # one seed never reaches it
+
+
+@pytest.mark.parametrize("passes", [1, 8])
+def test_runs_with_a_budget_of_completions_are_measured_over_completions(passes):
+    """Rollouts of 48 completions, of two optimizer steps per pass; the reward is 0.1 more in each."""
+    per_rollout, log = 2 * passes, []
+    for step in range(50 * per_rollout):
+        log.append({"step": step + 1, "entropy": 0.5 + step % per_rollout})
+        if step % per_rollout == 0:
+            rollout = step // per_rollout
+            log[-1] |= {"rewards/solved/mean": 0.1 * rollout, "completions/generated": 48.0 * (rollout + 1)}
+    found = measured(log, num_iterations=passes, max_completions=48 * 50)
+    (values,) = found.values.values()
+    # The last ten rollouts, of 50, whatever the number of passes.
+    assert (found.window, values["final reward"]) == (20 * 24, pytest.approx(4.45))
+    assert values["entropy"] == pytest.approx(passes)
+    # 80 % of 4.45, with the mean of ten rewards 0.45 behind the last: rollout 41 of 50.
+    assert values["completions to 80 %"] == 42 * 48
+    assert found.tables()["Cost"] == ["completions to 80 %", "completions"]

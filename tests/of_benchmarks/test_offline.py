@@ -1,4 +1,4 @@
-"""Training on completions that exist already: what each method is given, and how trials lead to reports."""
+"""Training on completions that exist already: what each method is given."""
 
 import json
 from dataclasses import replace
@@ -41,14 +41,3 @@ def test_what_is_not_computed_has_no_gradient_wherever_the_policy_is(method):
         loss = objective.loss(Samples(**token, **sample, age=torch.ones(1), reused=True))
         (loss.work + loss.dissipation).sum().backward()
         assert (logps.grad == 0).all() == (name == method)
-
-
-def test_stages_follow_the_plan():
-    found, stages = {}, []
-    while runs := offline.stages("arithmetic", "SFT").next_runs(found):
-        stages.append((len(runs), {run.seed for run in runs}, {run.tuning for run in runs}))
-        for run in runs:  # with one epoch better on the first seed, and worse on the second
-            lost = run.epochs == 1 and run.seed == 412
-            found[run] = {"sampled": 0.5 + (run.learning_rate == 5e-5) - 0.1 * run.epochs - lost}
-    assert stages == [(8, {411}, {True}), (6, {412, 413}, {True}), (10, set(offline.SEEDS), {False})]
-    assert offline.stages("arithmetic", "SFT").chosen(found) == (5e-5, 4)
