@@ -96,7 +96,7 @@ from .objectives.grid import CELLS
 from .objectives.report import shown
 from .pages import table
 from .staged import read, run_missing
-from .staleness_methods import BATCH, GROUP, common_fields
+from .stale import BATCH, GROUP, common_fields
 
 
 RECORD = Path(__file__).resolve().parent / "results" / "bounds.jsonl"

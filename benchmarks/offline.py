@@ -97,7 +97,7 @@ from .objectives.published import TOPR
 from .objectives.report import shown
 from .pages import table
 from .staged import Stages, holm, read, run_missing
-from .staleness_methods import BATCH, GROUP, LEVEL, MAX_TOKENS, TEST_PROBLEMS, common_fields
+from .stale import BATCH, GROUP, LEVEL, MAX_TOKENS, TEST_PROBLEMS, common_fields
 
 
 RECORD = Path(__file__).resolve().parent / "results" / "offline.jsonl"

@@ -14,7 +14,7 @@ from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.objective import Objective
 
-from ..staleness_methods import (
+from ..stale import (
     BATCH,
     accuracies,
     arithmetic_rewards,

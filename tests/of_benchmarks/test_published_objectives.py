@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.objectives import neighbours, published
+from benchmarks.objectives import published
+from benchmarks.objectives.neighbours import small_second_moment
 from opo_trl import OPOConfig
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import OPO, Groups, Samples
@@ -63,9 +64,7 @@ def force(objective, *, moved: float, target: float, mu: float = 0.3) -> float:
 @pytest.mark.parametrize("target", [-2.0, 0.0, 1.5])
 def test_force_on_the_log_ratio_is_that_of_the_formula(moved, target):
     ratio, token = math.exp(moved), math.exp(moved / 2)
-    bounded = min(ratio, 2.0)
     forces = {
-        neighbours.Decoupled: bounded * 0.3 * target,
         published.TOPR: target * (1.0 if target >= 0 else min(ratio, 1.0)),
         published.AReaL: min(token, 2.0) * target,
         published.SPO: token * (target - abs(target) * (token - 1) / 0.2),
@@ -81,3 +80,10 @@ def test_right_answer_of_topr_keeps_its_gradient_however_unlikely_it_has_become(
     assert force(published.TOPR, moved=30.0, target=1.5) == pytest.approx(1.5)
     assert 0 > force(published.TOPR, moved=-50.0, target=-2.0) > -1e-6
     assert 0 < force(OPO, moved=-50.0, target=1.5) < 1e-6
+
+
+def test_m2po_keeps_most_tokens_whose_mean_square_is_small():
+    moved, mask = torch.tensor([[0.1, -0.3, 0.2], [9.0, 0.25, -0.5]]), torch.ones(2, 3).bool()
+    mask[1, 0] = False
+    # Mean squares, the smallest first: 0.01, 0.025, 0.0375, 0.0506 and 0.0905.
+    assert small_second_moment(moved, mask, 0.04).tolist() == [[True, False, True], [False, True, False]]
