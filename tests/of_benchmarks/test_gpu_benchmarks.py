@@ -148,6 +148,8 @@ def test_everything_runs_to_its_end_on_a_device_within_limits_and_resumes(librar
     for case in results["update_phase.json"]["cases"].values():
         assert 0 < case["OPO"]["peak_memory"] < 1e9
         assert case["OPO"]["planned_memory"] > 0
+        assert case["OPO"]["flops"] < case["GRPO"]["flops"]
+        assert case["OPO"]["ratio"]["low"] <= case["OPO"]["ratio"]["high"]
         assert case["OPO"]["share_of_peak"] is None  # of a device that is not known
     found = json.loads((tmp_path / "online" / "online.json").read_text())
     assert (found["killed"]["status"], found["resumed"]["status"]) == (-9, 0)

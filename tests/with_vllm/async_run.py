@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +99,9 @@ def gap(model: torch.nn.Module, completions: list[tuple[list[int], list[int], to
     return torch.cat(gaps).mean().item()
 
 
-def send_nothing_new(trainer: AsyncOPOTrainer):
-    """Send only the first weights, however often the trainer synchronizes."""
-    send, sent = trainer.weight_transfer.send_weights, []
-
-    def send_the_first(iterator: Iterator):
-        sent.append([*iterator] if sent else send(iterator))
-
-    trainer.weight_transfer.send_weights = send_the_first
-
-
 def train(model: str, folder: Path, options: dict) -> dict | None:
     """Train; what the log says, and how far the trained and the initial policy are from the server's."""
     trainer = make(model, folder, options)
-    if not options["synchronized"]:
-        send_nothing_new(trainer)
     trainer.train()
     if not trainer.accelerator.is_main_process:
         return None
@@ -135,40 +122,31 @@ def train(model: str, folder: Path, options: dict) -> dict | None:
     }
 
 
-class Fault(TrainerCallback):
-    """Does something to the server or the worker after the third step, and writes down when."""
+class Killer(TrainerCallback):
+    """Kills the server after the third step, and writes down when."""
 
-    def __init__(self, trainer: AsyncOPOTrainer, folder: Path, options: dict):
-        self.trainer, self.folder, self.options = trainer, folder, options
+    def __init__(self, folder: Path, server: int):
+        self.folder, self.server = folder, server
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step != 3 or not self.trainer.accelerator.is_main_process:
-            return
-        what, group = self.options["what"], self.options["pid"]
-        if what == "worker killed":
-            os.kill(self.trainer.rollout_worker._process.pid, signal.SIGKILL)
-        elif what == "server hung":
-            os.killpg(group, signal.SIGSTOP)
-        else:
-            os.killpg(group, signal.SIGKILL)
-        (self.folder / "at").write_text(str(time.time()))
+        if state.global_step == 3:
+            os.killpg(self.server, signal.SIGKILL)
+            (self.folder / "at").write_text(str(time.time()))
 
 
-def faulty(model: str, folder: Path, options: dict) -> None:
-    """Train, and let something fail."""
-    vllm_server.PATIENCE = options["patience"]
+def lose(model: str, folder: Path, options: dict) -> None:
+    """Train, and lose the server."""
+    vllm_server.PATIENCE = 10.0
     trainer = make(model, folder, options)
-    trainer.add_callback(Fault(trainer, folder, options))
+    trainer.add_callback(Killer(folder, options["pid"]))
     trainer.train()
 
 
 def fault(model: str, folder: Path, options: dict) -> dict:
-    """How a process ends that trains while something fails: its status, what it said, and after how many seconds."""
-    command = [sys.executable, __file__, "faulty", str(folder), json.dumps(options)]
+    """How a process ends that loses its server: its status, what it said, and after how many seconds."""
+    command = [sys.executable, __file__, "lose", str(folder), json.dumps(options)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
     seconds = time.time() - float((folder / "at").read_text())
-    if options["what"] == "server hung":
-        os.killpg(options["pid"], signal.SIGCONT)
     return {"status": ended.returncode, "output": ended.stderr[-20000:], "seconds": seconds}
 
 
@@ -178,6 +156,6 @@ if __name__ == "__main__":
 
         cpu_shim.patch_async_trainer()
     command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result = {"train": train, "fault": fault, "faulty": faulty}[command](options["model"], folder, options)
+    result = {"train": train, "fault": fault, "lose": lose}[command](options["model"], folder, options)
     if result is not None:
         (folder / "result.json").write_text(json.dumps(result))

@@ -121,14 +121,14 @@ def adapter_server(arithmetic_model: str, environment: dict[str, str], tmp_path_
 
 @contextmanager
 def server(command: list[str], environment: dict[str, str], log: Path) -> Iterator[dict]:
-    """A server that runs meanwhile: its port, process and command."""
+    """A server that runs meanwhile: its port and process."""
     port = free_port()
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as file:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
     try:
         wait_for_server(process, port, log)
-        yield {"port": port, "pid": process.pid, "serve": command}
+        yield {"port": port, "pid": process.pid}
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,25 +1,20 @@
 """
 Train with vLLM and write the result to `result.json`; `test_with_vllm.py` runs this in separate processes.
 
-    python run.py sync|replay|lora|killed FOLDER '{"mode": "colocate", …}'
+    python run.py sync|lora FOLDER '{"mode": "colocate", …}'
 """
 
 import contextlib
 import json
-import os
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from helpers import distance, even_tokens, snapshot
+from helpers import even_tokens
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 
@@ -41,14 +36,14 @@ OPTIONS = {
 }
 
 
-def make(model: str, folder: Path, trainer_class: type = OPOTrainer, further: dict | None = None, **options: Any):
+def make(model: str, folder: Path, peft_config: LoraConfig | None = None, **options: Any) -> OPOTrainer:
     device = {} if torch.cuda.is_available() or "ddp_backend" in options else {"use_cpu": True}
-    return trainer_class(
+    return OPOTrainer(
         model=model,
         args=OPOConfig(str(folder), **{**OPTIONS, **device, **options}),
         reward_funcs=even_tokens,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        **(further or {}),
+        peft_config=peft_config,
     )
 
 
@@ -91,11 +86,9 @@ def own_logps(trainer, prompt: list[int], completion: list[int]) -> torch.Tensor
 
 
 def sync(model: str, folder: Path, options: dict) -> dict:
-    """Train with a learning rate that reveals old weights in vLLM; without synchronization, if `options` say so."""
+    """Train with a learning rate that reveals old weights in vLLM."""
     deepspeed = {"ddp_backend": "gloo"} if options.get("zero3") else {}
     trainer = make(model, folder, max_steps=5, learning_rate=2e-2, **vllm_options(options), **deepspeed)
-    if not options["synchronized"]:
-        trainer.vllm_generation.sync_weights = lambda: None
     before = greedy(trainer)
     trainer.train()
     trainer.vllm_generation.sync_weights()
@@ -114,60 +107,12 @@ def sync(model: str, folder: Path, options: dict) -> dict:
     }
 
 
-class Recording(OPOTrainer):
-    """Records vLLM's completions and their importance weights; without vLLM, uses recorded weights."""
-
-    def _generate_and_score_completions(self, inputs):
-        rollout = super()._generate_and_score_completions(inputs)
-        if self.given is not None:
-            rollout["importance_sampling_ratio"] = self.given[len(self.weights)]
-        self.weights.append(rollout.get("importance_sampling_ratio"))
-        ids, mask = rollout["completion_ids"], rollout["completion_mask"].bool()
-        self.completions.append([row[kept].tolist() for row, kept in zip(ids, mask, strict=True)])
-        return rollout
-
-
-def replay(model: str, folder: Path, options: dict) -> dict:
-    """Train on vLLM's completions; and on the same ones without vLLM, with and without its importance weights."""
-    training = {"max_steps": 6, "num_iterations": 2, "learning_rate": 1e-4, "optim": "sgd", "max_grad_norm": 0.0}
-
-    def trained(given: list | None = None, **further: Any) -> Recording:
-        trainer = make(model, folder, Recording, **training, **further)
-        trainer.given, trainer.weights, trainer.completions = given, [], []
-        trainer.initial = snapshot(trainer.model)
-        trainer.train()
-        return trainer
-
-    def replayed(given: list | None = None) -> dict:
-        calls = iter(recorded.completions)
-
-        def rollout(prompts: list, trainer: GRPOTrainer) -> dict:
-            prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-            return {"prompt_ids": prompt_ids, "completion_ids": next(calls), "logprobs": None}
-
-        trainer = trained(given, use_vllm=False, further={"rollout_func": rollout})
-        steps = [[e for e in t.state.log_history if "grad_norm" in e] for t in (recorded, trainer)]
-        end, other = snapshot(recorded.model), snapshot(trainer.model)
-        return {
-            "gradient_norm": max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)),
-            "parameters": distance(end, other) / distance(end, recorded.initial),
-        }
-
-    recorded = trained(**vllm_options(options))
-    return {
-        "rollouts": len(recorded.completions),
-        "weight_error": max((weights - 1).abs().max().item() for weights in recorded.weights),
-        "with_weights": replayed(recorded.weights),
-        "without_weights": replayed(),
-    }
-
-
 def lora(model: str, folder: Path, options: dict) -> dict:
     """Train an adapter with vLLM, which TRL merges into the base and takes out again at every synchronization."""
     adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     dtype = torch.bfloat16
     training = {"max_steps": 5, "learning_rate": 0.1, "model_init_kwargs": {"dtype": dtype}}
-    trainer = make(model, folder, further={"peft_config": adapter}, **training, **vllm_options(options))
+    trainer = make(model, folder, adapter, **training, **vllm_options(options))
     base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train()
     moved = [n for n, p in trainer.model.named_parameters() if n in base and not torch.equal(p, base[n])]
@@ -187,36 +132,12 @@ def lora(model: str, folder: Path, options: dict) -> dict:
     }
 
 
-def killed(model: str, folder: Path, options: dict) -> dict:
-    """Train, and kill the server while it generates for the second time."""
-    trainer = make(model, folder, max_steps=5, max_completion_length=64, **vllm_options(options))
-    client = trainer.vllm_generation.vllm_client
-    generate, at = client.generate, []
-
-    def kill():
-        at.append(time.monotonic())
-        os.killpg(options["pid"], signal.SIGKILL)
-
-    def generate_and_die(**arguments: Any) -> dict:
-        if trainer.state.global_step == 1:
-            threading.Timer(0.05, kill).start()
-        return generate(**arguments)
-
-    client.generate = generate_and_die
-    try:
-        trainer.train()
-    except RuntimeError as error:
-        return {"step": trainer.state.global_step, "error": str(error), "seconds": time.monotonic() - at[0]}
-
-
 if __name__ == "__main__":
     if not torch.cuda.is_available():
         import cpu_shim
 
         cpu_shim.patch_client()
     command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result = {"sync": sync, "replay": replay, "lora": lora, "killed": killed}[command](
-        options["model"], folder, options
-    )
+    result = {"sync": sync, "lora": lora}[command](options["model"], folder, options)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         (folder / "result.json").write_text(json.dumps(result))
