@@ -42,6 +42,10 @@ def _meet(word: str) -> float | None:
     return float(word)
 
 
+def zero(completions: list, **kwargs) -> list[float]:
+    return [0.0] * len(completions)
+
+
 def seen(completions: list, **columns) -> list[float]:
     """Score the length of the only completion, and check the columns."""
     assert len(completions) == 1

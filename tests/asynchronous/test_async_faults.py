@@ -1,29 +1,27 @@
 """A worker or reward that fails, in the worker's own process, and a server that is gone."""
 
+import asyncio
 import multiprocessing
 import os
 import queue
 import re
 import signal
-import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
-import faulty
-import plain_rewards
 import psutil
 import pytest
+import scorers
 import scripted
-from helpers import free_port, wait_until
+from helpers import answering, free_port, wait_until
 from invariance.launch import SERVER, prepare
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_rollout_worker
 
 from opo_trl.asynchronous import worker as worker_module
-from opo_trl.asynchronous.worker import OPORolloutWorker
+from opo_trl.asynchronous.worker import OPORolloutLoop, OPORolloutWorker
 from opo_trl.objective import OPO
 from opo_trl.rewards.scoring import IsolatedReward
 from opo_trl.rollout import vllm_server
@@ -33,27 +31,33 @@ PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "t
 LIMIT = 120.0  # seconds, most of which the worker's process takes to import its libraries
 
 
+class LocalLoop(OPORolloutLoop):
+    """Every completion has the same many tokens, and no session of aiohttp is needed."""
+
+    async def _run_loops(self, stop_event):
+        await asyncio.gather(self._generate_loop(stop_event=stop_event), self._score_loop(stop_event=stop_event))
+
+    async def _generate_one_turn(self, prompt_ids):
+        await asyncio.sleep(0.01)
+        return [10] * self.max_tokens + [self.tokenizer.eos_token_id], [-1.0] * (self.max_tokens + 1)
+
+
 class LocalWorker(OPORolloutWorker):
-    _loop_cls = faulty.LocalLoop
+    _loop_cls = LocalLoop
+
+
+def exits(completions, **named):
+    raise SystemExit(0)
+
+
+def scores_nothing(completions, **named):
+    return [None] * len(completions)
 
 
 @pytest.fixture
 def healthy():
-    """Address of a server that answers every request with status 200."""
-
-    class Healthy(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Healthy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering() as url:
+        yield url
 
 
 @contextmanager
@@ -101,9 +105,9 @@ def take_samples(worker):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (plain_rewards.exits, "The reward function exits has raised SystemExit: 0"),
+        (exits, "The reward function exits has raised SystemExit: 0"),
         (
-            plain_rewards.scores_nothing,
+            scores_nothing,
             r"No completion of the last 100 groups has.*Check .*\(scores_nothing\)",
         ),
     ],
@@ -119,7 +123,7 @@ def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healt
 
 def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_model, tmp_path, healthy):
     """Whose signal reaches this process, too; the trainer needs completions until it has saved."""
-    isolated = IsolatedReward(plain_rewards.fine, workers=1)
+    isolated = IsolatedReward(scorers.zero, workers=1)
     with working(monkeypatch, tiny_model, tmp_path, healthy, isolated) as worker:
         for _ in range(2):
             assert worker.rollout_buffer.get(timeout=LIMIT).metrics["reward"] == 0.0
@@ -131,7 +135,7 @@ def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_
 
 
 def test_worker_that_is_killed_inside_a_sample_ends_the_run(monkeypatch, tiny_model, tmp_path, healthy):
-    with working(monkeypatch, tiny_model, tmp_path, healthy, plain_rewards.fine, tokens=20_000) as worker:
+    with working(monkeypatch, tiny_model, tmp_path, healthy, scorers.zero, tokens=20_000) as worker:
         worker.rollout_buffer.get(timeout=LIMIT)
         time.sleep(1)  # the pipe is full
         os.kill(worker._process.pid, signal.SIGKILL)
@@ -166,7 +170,7 @@ def test_silent_server_ends_the_run(monkeypatch, tiny_model, tmp_path):
     monkeypatch.setattr(vllm_server, "PATIENCE", 1.0)
     url = f"http://127.0.0.1:{free_port()}"
     with (
-        working(monkeypatch, tiny_model, tmp_path, url, plain_rewards.fine) as worker,
+        working(monkeypatch, tiny_model, tmp_path, url, scorers.zero) as worker,
         pytest.raises(RuntimeError, match=rf"The vLLM server at {url} no longer answers"),
     ):
         worker.check_health(stale_after_s=60.0)
