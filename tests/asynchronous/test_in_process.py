@@ -1,7 +1,4 @@
-"""The rollout worker in the training process: versions, log-probabilities and tools."""
-
-import itertools
-import json
+"""The rollout worker in the training process: versions and log-probabilities."""
 
 import pytest
 import scripted
@@ -10,12 +7,11 @@ from datasets import Dataset
 from helpers import even_tokens
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.chat_template_utils import qwen3_chat_template
 
 from opo_trl import AsyncOPOTrainer
-from opo_trl.asynchronous.in_process import InProcessLoop, InProcessWorker
+from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.asynchronous.trainer import PackedSamples
-from opo_trl.objective import OPO, Samples
+from opo_trl.objective import Samples
 from opo_trl.objectives import OBJECTIVES
 
 
@@ -131,68 +127,6 @@ def test_synchronization_leaves_the_base_of_an_adapter_as_it_is(tiny_model, tmp_
     trainer.model.merge_adapter()
     projection = trainer.model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     assert torch.equal(sent[0]["model.layers.0.self_attn.q_proj.weight"], projection.cpu())
-
-
-# A tool
-
-
-def add(a: int, b: int) -> int:
-    """
-    Add two numbers.
-
-    Args:
-        a: one number.
-        b: the other.
-    """
-    return a + b
-
-
-THOUGHT = "<think>\n\n</think>\n\n"  # without which TRL's template changes the tokens
-
-
-class Scripted(InProcessLoop):
-    """Calls the tool in every other conversation, and answers."""
-
-    def _sample(self, prompts):
-        arguments = json.dumps({"name": "add", "arguments": {"a": 20, "b": 22}})
-        call = f"{THOUGHT}<tool_call>\n{arguments}\n</tool_call><|im_end|>"
-        for i, ids in enumerate(prompts):
-            asked = "<tool_response>" in self.tokenizer.decode(ids)
-            text = "42<|im_end|>" if asked or i % 2 else call
-            written = self.tokenizer(text)["input_ids"]
-            yield written, [-0.5] * len(written)
-
-
-def right(completions, **named):
-    return [float(turns[-1]["content"] == "42" and len(turns) == 3) for turns in completions]
-
-
-def test_tokens_of_a_tool_are_not_trained(tiny_model, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.chat_template = qwen3_chat_template
-    args = scripted.config(tmp_path, per_device_train_batch_size=4, max_completion_length=400)
-    worker = InProcessWorker(tiny_model, args, PROMPTS, right, tokenizer, tools=[add], loop_class=Scripted)
-    worker._loop_kwargs["opo"] = OPO(args.objective_fields)  # as the trainer does
-    worker.send_weights(iter(()))
-    worker.update_model_version(1)
-    worker.start()
-    samples = worker._produce()
-    worker.stop()
-    assert [sample.metrics["reward"] for sample in samples] == [1.0, 0.0, 1.0, 0.0]
-    assert samples[0].advantage > 0 > samples[1].advantage
-    for sample in samples:
-        parts = [
-            (trained, tokenizer.decode([token for token, _ in part]))
-            for trained, part in itertools.groupby(
-                zip(sample.input_ids.tolist(), sample.completion_mask.tolist(), strict=True), key=lambda pair: pair[1]
-            )
-        ]
-        trained = [text for own, text in parts if own]
-        called = sample.metrics["reward"] == 1.0
-        assert len(trained) == 1 + called
-        assert trained[-1] == "42<|im_end|>"
-        assert not called or trained[0].startswith(f"{THOUGHT}<tool_call>")
-        assert not called or "<tool_response>\n42\n" in parts[2][1]
 
 
 def test_losses_of_trl_have_their_targets_and_log_the_clip_ratios_of_every_step(tiny_model, tmp_path):
