@@ -19,14 +19,14 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
-from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample
 
 from .config import AsyncOPOConfig
 from .worker import OPORolloutLoop
 
 
-class GeneratesInProcess(_AsyncRolloutLoop):
-    """Mixin for a rollout loop: `rollout` makes a number of complete groups, by a `policy` in the same process."""
+class InProcessLoop(OPORolloutLoop):
+    """A rollout loop of which `rollout` makes a number of complete groups, by a `policy` in the same process."""
 
     def __init__(self, *, policy: Any, seed: int, **named):
         super().__init__(**named)
@@ -108,10 +108,6 @@ def sample(
     return torch.cat(tokens, dim=1), torch.cat(logps, dim=1)
 
 
-class InProcessLoop(GeneratesInProcess, OPORolloutLoop):
-    """TRL's rollout loop with OPO's targets, generating in the training process."""
-
-
 class _Samples(queue.Queue):
     """A queue that is filled when it is empty and something is wanted from it."""
 
@@ -139,8 +135,6 @@ class InProcessWorker:
         staleness (`int`, *optional*, defaults to `0`):
             How many versions older than the current policy the one that generates is, as far as there are as many. TRL
             fetches a micro-batch ahead, so in training a sample is up to one version older.
-        loop_class (`type`, *optional*):
-            For another trainer: a class that derives from [`GeneratesInProcess`] first, and from that trainer's loop.
 
     Raises:
         `ValueError`: every completion would be dropped as too old.
@@ -156,7 +150,6 @@ class InProcessWorker:
         *,
         tools: list[Callable] | None = None,
         staleness: int = 0,
-        loop_class: Any = InProcessLoop,
     ):
         if staleness > args.max_staleness:
             raise ValueError(
@@ -165,7 +158,7 @@ class InProcessWorker:
             )
         if args.token_budget is None:
             args.token_budget = 0
-        self.model, self.args, self.staleness, self.loop_class = model, args, staleness, loop_class
+        self.model, self.args, self.staleness = model, args, staleness
         self.rollout_buffer = _Samples(self._produce)
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.policies: dict[int, dict[str, Tensor]] = {}  # by version
@@ -182,7 +175,7 @@ class InProcessWorker:
         policy = AutoModelForCausalLM.from_pretrained(self.model, **{**options, "dtype": torch.float32}).eval()
         ends = policy.generation_config.eos_token_id
         same = ("num_generations", "temperature", "chat_template_kwargs", "max_tool_calling_iterations")
-        self.loop: Any = self.loop_class(
+        self.loop: Any = InProcessLoop(
             **self._loop_kwargs,
             **{name: getattr(args, name) for name in (*same, "fork_threshold_tokens")},
             max_tokens=args.max_completion_length,
