@@ -1,10 +1,85 @@
 r"""
-Kinds of answers that were judged wrongly once: those that are right, and those that are wrong.
+Kinds of answers: those that are right, and those that are wrong. Most were judged wrongly once.
 
 A gold answer and answers to it have a tilde between them; such rows, two tildes or a line break.
 """
 
 KINDS = {
+    "notation": (
+        r"""
+\frac{1}{3} ~ \frac13 ~ \dfrac{1}{3} ~ \tfrac 1 3 ~~ \frac13 ~ \cfrac{1}{3} ~~ \frac{10}{3} ~ \frac{10}3
+\frac\pi2 ~ \frac{\pi}{2} ~~ \frac \pi4 + 2 ~ 2 + \frac{\pi}{4} ~~ \frac1b ~ \frac{1}{b} ~~ 2\sqrt{3} ~ 2\sqrt3
+\sqrt\pi ~ \sqrt{\pi} ~~ x^{2} ~ x^2 ~~ \left( 1, \frac{1}{2} \right) ~ (1,\tfrac12) ~~ 8\!:\!34 ~ 8:34
+5 ~ 5. ~ \,5\; ~~ \sqrt[3]{2} ~ \sqrt[3]2 ~~ \sqrt{3} - 1 ~ -1 + sqrt(3) ~~ \sqrt[4]{2} ~ 2**(1/4)
+\frac{1}{2}\sin x ~ sin(x)/2 ~~ 3.5 ~ 3 1/2 ~~ 6x ~ (2)(3)x ~~ 8x ~ 2(4)x ~~ B ~ \mathcal{B} ~~ f' ~ f' ~~ 3 ~ 3 = y
+\text{Evelyn} ~ \textbf{Evelyn.} ~~ \text{(C)} ~ C ~~ \text{odd} ~ odd ~~ \text{Monday} ~ \mathrm{monday}
+Brian ~ brian ~~ true ~ \text{True} ~~ No ~ NO ~~ abc ~ b \cdot c \cdot a ~~ ABC ~ CBA
+\text{1:03 PM} ~ 1:03 \text{ PM} ~~ 1:30 PM ~ 1:30 pm ~~ 5\text{ m/s} ~ 5 m/s ~~ 3\text{ N} ~ 3 N
+\text{B, E, G} ~ G, B, E ~~ -3 ~ −3 ~~ 2π ~ 2\pi ~~ \emptyset ~ \varnothing
+\begin{pmatrix} 6 \\ 0 \end{pmatrix} ~ \begin{bmatrix} 6\\0 \end{bmatrix}
+\begin{pmatrix} 1 \\ \phantom -1 \end{pmatrix} ~ \begin{pmatrix} 1 \\ 1 \end{pmatrix}
+""",
+        r"""
+5 ~ 6 ~ -5 ~ 5, 6 ~~ -5 ~ 5 ~~ 5, 6 ~ 5 ~~ 1,2,3 ~ 1,2 ~~ \frac{1}{3} ~ \frac{3}{1} ~ 0.333 ~ \frac1{35}
+\frac{\sqrt{3}}{2} ~ 0.866 ~~ \sqrt{35} ~ \sqrt35 ~~ 12 ~ 1 2 ~~ (1,2) ~ (2,1) ~ [1,2] ~ \{1,2\} ~~ (2,3] ~ [2,3)
+\{1,2\} ~ (1,2) ~~ (1,2,3) ~ (3,2,1) ~~ 3:4 ~ 4:3 ~~ \text{odd} ~ \text{even} ~~ Brian ~ Brain ~~ Amy ~ \text{May}
+true ~ False ~~ North ~ South ~ 42 ~~ 3:15 PM ~ 6:30 PM ~~ 2024-01-02 ~ 2021 ~~ \text{(C)} ~ \text{(D)}
+\text{A} \text{ and } \text{B} ~ \text{A} \text{ and } \text{C}
+3 \text{ red, } 4 \text{ blue} ~ 3 \text{ red, } 4 \text{ green}
+3 \text{ red and } 4 \text{ blue} ~ 3 \text{ red and } 4 \text{ green} ~~ n \text{ even} ~ n \text{ odd}
+\text{A5}_{11} ~ \text{A6}_{11} ~~ \text{undefined} ~ 0 ~~ E ~ E' ~~ E' ~ E''
+""",
+    ),
+    "thousands": (
+        r"""
+10000 ~ 10{,}000 ~~ 1234567 ~ 1 234 567 ~~ 11111111100 ~ 11,\! 111,\! 111,\! 100 ~~ 10,\!000 ~ 10\,000
+1,\!296,\!540 ~ 1296540 ~~ \frac{12}{5,\!525} ~ \frac{12}{5525} ~~ \$115,000 ~ 115000.00
+1000(1.05)^t ~ 1,000(1.05)^t ~~ 2x + 1250 ~ 2x + 1,250 ~~ 1,000\% ~ 1000\% ~~ \frac{1,000\pi}{3} ~ \frac{1000\pi}{3}
+x=2,150 ~ x=2, 150 ~ x=2150 ~~ 100,200,300 ~ 100, 200, 300 ~~ (x+1,200) ~ (1+x, 200)
+100,000=72,300(1.008)^x ~ 72,300(1.008)^x=100,000 ~~ 56017895760 ~ 56,\!01,\!78,\!95,\!760 ~~ 0.5 ~ 0,5
+""",
+        r"""
+(1,000) ~ 1000 ~~ 1.234 ~ 1,234 ~~ 0.5 ~ 0,6 ~~ 3.5 ~ 3, 5, 7 ~~ 1000 ~ (1,000) ~ 10,00 ~~ (20,100) ~ 20100
+[0,100] ~ 100 ~~ \{1,120\} ~ 1120 ~~ 1,000,5 ~ 10005 ~~ 31,250 ~ 31.250 ~ 31 ~~ 1000000 ~ 1000001
+""",
+    ),
+    "units and signs": (
+        r"""
+90^\circ ~ 90 ~~ 90^{\circ} ~ 90\text{ degrees} ~~ 90 ~ 90° ~~ \$12.50 ~ 12.50 ~~ 12.5\% ~ 12.5
+50\% ~ \frac12 ~ 50% ~~ 0.335 ~ 33.5 percent ~~ 0.005 ~ \frac{1}{2}\text{ percent}
+\cos 58^\circ ~ \cos 58 ~ \sin(32^{\circ}) ~~ 5 \text{ cm} ~ 5 ~ 5 cm
+5 \text{ cm}^2 ~ 5 \mathrm{~square~centimeters} ~~ 864 \mbox{ inches}^2 ~ 864 \text{ sq. in.} ~~ 4\text{ p.m.} ~ 4 pm
+99\pi \text{ square inches} ~ 99\pi ~~ 8\text{ meals} ~ 8 meals ~~ 30 \text{ mph} ~ 30 \text{ miles per hour}
+10001_2 ~ 10001 ~~ \text{A5}_{11} ~ A5_{11}
+""",
+        r"""
+5 \text{ cm} ~ 5 \text{ m} ~ 5 \text{ cm}^2 ~~ 5 \text{ inches} ~ 5 feet ~~ 5 \text{ cm}^2 ~ 5 \text{ cm}^3
+5 \text{ square feet} ~ 5 \text{ cubic feet} ~~ 60^\circ ~ 60 \text{ radians} ~~ \$5 ~ 5 \text{ cents}
+4\text{ p.m.} ~ 4\text{ a.m.} ~~ 5 \text{ hours} ~ 5 \text{ minutes} ~~ 50\% ~ 5\% ~~ 10001_2 ~ 10001_3 ~ 17
+1011_2 ~ 11 ~~ 5m ~ 5 ~~ 2ab ~ 2
+""",
+    ),
+    "mathematics": (
+        r"""
+0.5 ~ \frac{1}{2} ~~ .5 ~ 0.5 ~~ \frac{1}{3} ~ 1/3 ~~ 1\frac{12}{13} ~ \frac{25}{13} ~~ 2\sqrt{3} ~ \sqrt{12}
+1024x ~ 2^{10}x ~~ (x-1)(x+2) ~ x^2+x-2 ~~ a + b + c ~ c + a + b ~~ \sin^2 t ~ (\sin t)^2 ~~ x ~ 2x/2
+3+4i ~ (2+i)^2 ~~ -i ~ \frac{1}{i} ~~ ai + 1 ~ i(a - i) ~~ 2x - y = 1 ~ 2y - 4x = -2
+0.5x + y = 1 ~ \frac{x}{2} + y = 1 ~~ 2x < 4 ~ x < 2 ~~ 2x + 3y \ge 7 ~ -2x - 3y \le -7 ~~ 1 < 2x \le 3 ~ 3 \ge 2x > 1
+x < 1 ~ -x > -1 ~~ 5 ~ x = 5 ~~ y = 2x + 3 ~ 2x + 3 ~~ (p, q) = (3, 2) ~ (3, 2) ~~ x+2y=3 ~ 2x + 4y = 6 ~~ 1,2 ~ 2, 1
+100, 200 ~ 100,200 ~~ 12\text{ and }13 ~ 13, 12 ~~ 1+\sqrt{2}, 1-\sqrt{2} ~ 1 \pm \sqrt{2}
+[-2,7] ~ x \in [-2,7] ~ -2 \le x \le 7 ~~ (-\infty,2)\cup(3,\infty) ~ (3,\infty)\cup(-\infty,2)
+\approx 8.24 \text{ mph} ~ 8.24 ~~ 11 ~ x\approx11 ~~ \frac{1}{2^{98}} ~ 2^{-98}
+""",
+        r"""
+x=5 ~ y=5 ~ x + 2 = 7 ~~ x < 2 ~ 2x < 4 ~~ 2x < 4 ~ -x < -2 ~ x \le 2 ~~ 1 < 2x \le 3 ~ 1 < 2x < 3
+2x - y = 1 ~ 2x - y = 2 ~ x - y = 1 ~~ x ~ 2x ~~ 3+4i ~ (2-i)^2 ~ 3-4i ~~ i ~ \frac{1}{i} ~~ 5 ~ (2)(3) ~~ 3 ~ 3 1/2
+\cos 58^\circ ~ \sin 58^\circ ~~ x^2 ~ x^3 ~~ 3x+2 ~ 3y+2 ~~ 5\pi ~ 5 ~~ \pm 2 ~ 2 ~~ \infty ~ -\infty
+(-\infty,2)\cup(3,\infty) ~ (-\infty,2) ~~ [-2,7] ~ -2 < x \le 7
+\begin{pmatrix} 1 & 0 \\ 0 & 3 \end{pmatrix} ~ \begin{pmatrix} 1 & 1 \\ 0 & 3 \end{pmatrix}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} ~ \begin{pmatrix} 2 \\ 1 \end{pmatrix}
+\frac{1}{2^{98}} ~ \frac{1}{3^{98}} ~ -\frac{1}{2^{98}} ~~ 0.00000001 ~ 0.00000002
+""",
+    ),
     "text that is no unit": (
         r"""
 7 ~ 7 \text{ apples} ~ 7 \text{ square units} ~ 7 red balls ~ 7\text{ ordered pairs} ~ 7\,\text{cm} ~ 7 \mathrm{~cm}
@@ -175,7 +250,7 @@ A^T ~ A^T ~ A^{T} ~ A^\top ~ A^{\mathrm{T}} ~~ A^{\top} ~ A^T ~~ 2A^T ~ A^T 2 ~~
 """,
         r"""
 A^T ~ A ~ A^{-1} ~ B^T ~ A^2 ~~ A ~ A^T ~ A^\top ~ A^{\mathrm{T}} ~ A^* ~ A^\dagger ~ \bar{A} ~~ A^{\top} ~ A
-A^* ~ A ~~ A^{-1} ~ A ~~ \bar{z} ~ z ~~ z ~ \overline{z} ~~ 2 ~ 2^T
+A^{-1} ~ A ~~ \bar{z} ~ z ~~ z ~ \overline{z} ~~ 2 ~ 2^T
 """,
     ),
     "roots of quotients": (

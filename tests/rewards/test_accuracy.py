@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answers import ADVERSARIAL, DIFFERENT, EQUAL, box
+from answers import ADVERSARIAL, box
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kinds import KINDS, pairs
@@ -32,28 +32,16 @@ LATEX = st.lists(st.sampled_from(TOKENS.split())).map("".join)
 
 
 class TestScore:
-    @pytest.mark.parametrize(("gold", "answer"), EQUAL)
-    def test_equal_answers_score_1(self, gold: str, answer: str):
-        assert score(box(answer), gold) == 1.0
-
-    @pytest.mark.parametrize(("gold", "answer"), DIFFERENT)
-    def test_different_answers_score_0(self, gold: str, answer: str):
-        assert score(box(answer), gold) == 0.0
-
     @pytest.mark.parametrize("kind", KINDS)
     def test_kinds_of_answers(self, kind: str):
         right, wrong = map(pairs, KINDS[kind])
         assert [(gold, answer) for gold, answer in right if score(box(answer), gold) != 1.0] == []
-        assert [(gold, answer) for gold, answer in wrong if score(box(answer), gold) == 1.0] == []
+        assert [(gold, answer) for gold, answer in wrong if score(box(answer), gold) != 0.0] == []
 
     @pytest.mark.parametrize(
         ("completion", "expected"),
         [
-            (r"First \boxed{2}, no: \boxed{3}", 1.0),
-            (r"First \boxed{3}, no: \boxed{2}", 0.0),
             (r"It is \boxed{3}, that is \boxed{", 1.0),
-            (r"$\boxed 3$", 1.0),
-            (r"$\fbox{3}$", 1.0),
             (r"<think>\boxed{2}?</think> It is \boxed{3}.", 1.0),
             (r"\boxed{2}?</think> It is \boxed{3}.", 1.0),
             (r"<think>\boxed{3}</think> It is 3.", 0.0),
@@ -64,10 +52,7 @@ class TestScore:
             ("It is \\boxed{3}. I wrote no `<think>`.", 1.0),
             ("The answer is $3$.", 0.0),
             ("3", 0.0),
-            (r"\boxed{}", 0.0),
-            (r"\boxed{3} \boxed{}", 0.0),
             (r"\boxed{\frac{}{}{}}}", 0.0),
-            ("", 0.0),
         ],
     )
     def test_the_last_box_after_the_thinking_is_the_answer(self, completion: str, expected: float):
@@ -88,7 +73,7 @@ class TestScore:
         assert score(box("1234"), "1,000 + 234 = 1,234\n#### 1,234") == 1.0
         assert score(box("234"), "1,000 + 234 = 1,234\n#### 1,234") == 0.0
 
-    @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301])
+    @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301, "A^*"])
     @pytest.mark.parametrize("completion", [box("3"), r"\boxed{}", "no box"])
     def test_without_a_gold_answer_the_score_is_none(self, gold: str, completion: str):
         assert score(completion, gold) is None
@@ -174,7 +159,8 @@ class TestAccuracyReward:
         ]
 
     def test_another_thread_gets_the_same_scores(self):
-        golds, answers = zip(*EQUAL[::20], *DIFFERENT[::20], strict=True)
+        right, wrong = map(pairs, KINDS["mathematics"])
+        golds, answers = zip(*right[::5], *wrong[::5], strict=True)
         completions = [box(answer) for answer in answers]
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(accuracy_reward, completions, golds).result() == accuracy_reward(completions, golds)
