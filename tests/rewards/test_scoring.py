@@ -160,11 +160,10 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("what", "status"), [("returns", 0), ("raises", 7)])
-def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path, what, status):
-    script = start(tmp_path, what)
+def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path):
+    script = start(tmp_path, "raises")
     out, err = script.communicate(timeout=60)
-    assert script.returncode == status, err
+    assert script.returncode == 7, err
     assert out.count("imported") == 1
     wait_until(lambda: none_alive([int(pid) for pid in out.split()[1:]]), 10)
 
@@ -254,27 +253,13 @@ def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp
     assert not any("reward/errors" in entry for entry in logged(plain))
 
 
-FATES = ["1", "0", "raise", "0.5", "hang in native code", "1", "0", "1"]
-
-
-def fated(tiny_model: str, tmp_path: Path, reward: IsolatedReward, fates: list[str] = FATES, **options):
-    data = Dataset.from_dict({"prompt": PROMPTS, "fate": fates})
-    arguments = {"reward_funcs": reward, "train_dataset": data}
-    options = {"trainer_class": RecordingOPO, "max_steps": 4, "shuffle_dataset": False, **options}
-    return make_trainer(tiny_model, tmp_path / "run", trainer_arguments=arguments, **options)
-
-
-def test_failures_that_become_too_many_end_the_run(tiny_model, tmp_path, by_fate):
-    trainer = fated(tiny_model, tmp_path, by_fate, fates=["1", "0", "1", "0", *["raise"] * 4], max_steps=8)
-    with pytest.raises(RewardError, match=r"max_reward_failure_rate=0.1 is exceeded: 19.0%.*8 by errors"):
-        trainer.train()
-    assert trainer.state.global_step == 3  # two rollouts without a failure, and one that is all failures
-
-
 def train_with_failing_scores(model: str, folder: str) -> None:
     """In each of two processes, in one of which no completion can be scored; writes down how it ends."""
-    reward, options = IsolatedReward(scorers.by_fate, workers=1), {"gradient_accumulation_steps": 1, "max_steps": 20}
-    trainer = fated(model, Path(folder), reward, fates=["raise", "1"] * 4, trainer_class=RecordingOPO, **options)
+    reward = IsolatedReward(scorers.by_fate, workers=1)
+    data = Dataset.from_dict({"prompt": PROMPTS, "fate": ["1", "0", "1", "0", *["raise", "1"] * 2]})
+    arguments = {"reward_funcs": reward, "train_dataset": data}
+    options = {"gradient_accumulation_steps": 1, "shuffle_dataset": False, "max_steps": 20}
+    trainer = make_trainer(model, Path(folder) / "run", trainer_arguments=arguments, **options)
     try:
         trainer.train()
     except RuntimeError as error:
