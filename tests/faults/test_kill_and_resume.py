@@ -1,26 +1,119 @@
-"""A run that is killed and resumed, again and again, is bitwise identical to an uninterrupted one."""
+"""
+A run that is killed and resumed, again and again, is bitwise identical to an uninterrupted one.
 
+The run is the canonical one with completions that the policy samples, so that random states matter. It saves a
+checkpoint every second optimizer step and keeps two: in each pass over a rollout, between passes, and at its end. One
+of its processes kills itself when it opens, creates, renames or removes a file of the run for the n-th time.
+"""
+
+import json
+import os
 import random
 import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import without_times
+from invariance.canonical import Form, make_trainer, weights
+from invariance.launch import launch, logs
 
 from opo_trl.rollout import checkpoint
 
-from .kill_and_resume import FSDP2, ONE, QUICK, differences, random_kill, start, train_without_state
+
+# Log entries cover three optimizer steps, so some checkpoints lie between them.
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "logging_steps": 3}
+# Three passes over each rollout, the later ones over groups of it and the one before: nine steps per rollout.
+REPLAY = {**SAVING, "num_iterations": 3, "max_staleness": 1}
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+# Rewards are fractions of even tokens: with completions of one token, some groups have zero variance.
+DYNAMIC = {**SAVING, "max_sampling_rounds": 3, "num_generations": 4, "max_completion_length": 1}
+
+ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
+TWO = Form("replay, 2 processes", rows=4, processes=2, config="multi_gpu", sampled=True, options=REPLAY)
+ZERO3 = replace(TWO, name="replay, moving reference, zero3", config="zero3", options={**REPLAY, **MOVING})
+QUICK = (
+    replace(ONE, name="replay, moving reference", options={**REPLAY, **MOVING}),
+    replace(ONE, name="dynamic sampling, LoRA", lora=True, options=DYNAMIC),
+    TWO,
+    ZERO3,
+)
+SLOW = (
+    replace(ZERO3, name="replay, moving reference, fsdp2", config="fsdp2"),
+    replace(TWO, name="replay, zero2, 4 processes", rows=2, processes=4, config="zero2"),
+    replace(TWO, name="replay, LoRA, zero3, 4 processes", rows=2, processes=4, config="zero3", lora=True),
+)
+
+
+def train(form: Form, model: str, folder: str, kill: tuple[int, int] | None) -> None:
+    """In each process: resume from the last complete checkpoint, or start from the beginning."""
+    trainer = make_trainer(form, model, Path(folder))
+    process = trainer.accelerator.process_index
+    writes = count_writes(folder, kill[1] if kill and kill[0] == process else None)
+    trainer.train(resume_from_checkpoint="auto")
+    (Path(folder) / f"writes_{process}").write_text(str(len(writes)))
+    trainer.save_model(str(Path(folder) / "end"))
+    if trainer.accelerator.is_main_process:
+        (Path(folder) / "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def count_writes(folder: str, last: int | None) -> list[str]:
+    """The calls of this process that touch files of a folder, so far; it dies before the `last`."""
+    found: list[str] = []
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
+            return
+        path = arguments[0]
+        of_tree = event == "os.remove" and not os.path.isabs(path)  # that is being deleted
+        if isinstance(path, str | os.PathLike) and (of_tree or os.fspath(path).startswith(folder)):
+            found.append(event)
+            if len(found) == last:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    return found
+
+
+def train_without_state(*arguments) -> None:
+    """Control: the same with TRL's checkpoints."""
+    checkpoint.restore = lambda trainer, state: None
+    train(*arguments)
+
+
+def start(form: Form, model: str, folder: Path, kill: tuple[int, int] | None = None, target=train) -> list[int]:
+    """Launch the run, with a `kill` of a process before one of its writes; returns the exit status of each process."""
+    where = {"config": form.config, "processes": form.processes, "folder": folder}
+    status = launch(target, form, model, str(folder), kill, **where)
+    assert kill or not any(status), f"{form.name}: exit status {status}\n{logs(folder)}"
+    return status
+
+
+def differences(folder: Path, reference: Path) -> list[str]:
+    """Names of tensors and log entries that differ bitwise."""
+    end, wanted = (weights(path / "end") for path in (folder, reference))
+    different = [name for name in wanted if not torch.equal(end[name], wanted[name])]
+    log, wanted_log = (json.loads((path / "log.json").read_text()) for path in (folder, reference))
+    pairs = zip(map(without_times, log), map(without_times, wanted_log), strict=True)
+    return different + [f"log entry {number}" for number, (one, other) in enumerate(pairs) if one != other]
 
 
 @pytest.mark.parametrize(
-    "form", [*QUICK, pytest.param(FSDP2, marks=pytest.mark.slow)], ids=lambda form: form.name.replace(", ", "-")
+    "form",
+    [*QUICK, *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW)],
+    ids=lambda form: form.name.replace(", ", "-"),
 )
 def test_a_run_killed_at_random_writes_repeats_itself(tiny_model: str, tmp_path: Path, form):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start(form, tiny_model, whole)
     draw, steps = random.Random(form.name), []
     for _ in range(2):
+        process = draw.randrange(form.processes)
         # After a checkpoint, and so that there is something left to kill.
-        assert -signal.SIGKILL in start(form, tiny_model, killed, random_kill(form, whole, draw, share=(0.2, 0.5)))
+        write = 1 + int(int((whole / f"writes_{process}").read_text()) * draw.uniform(0.2, 0.5))
+        assert -signal.SIGKILL in start(form, tiny_model, killed, (process, write))
         last = checkpoint.last_complete(str(killed))
         steps += [checkpoint.load_state(Path(last), 0)["position"]] if last else []
     start(form, tiny_model, killed)
