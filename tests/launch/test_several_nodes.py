@@ -76,8 +76,8 @@ class Job:
         spooled = self.programs / "slurm_script"
         shutil.copy(SLURM / script, spooled)
         job = {"SLURM_JOB_ID": self.number, "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_GPUS_ON_NODE": "1"}
-        job |= {"HOSTS": "127.0.0.1 127.0.0.2", "CALLS": str(self.folder / "calls"), "TRAINING": "0", "SERVER": "runs"}
-        job |= {"http_proxy": "http://127.0.0.1:9"}  # as on clusters
+        job |= {"HOSTS": "127.0.0.1 127.0.0.2", "CALLS": str(self.folder / "calls")}
+        job |= {"TRAINING": "ends", "SERVER": "runs", "http_proxy": "http://127.0.0.1:9"}  # as on clusters
         settings = environment(**job | more)
         settings["PATH"] = os.pathsep.join([str(self.programs), settings["PATH"]])
         return subprocess.Popen(

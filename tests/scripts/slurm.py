@@ -9,7 +9,6 @@ and $TRAINING set how the server and training behave.
 """
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -28,7 +27,7 @@ def value(argv: list[str], option: str) -> str:
 
 
 def srun(argv: list[str]) -> int:
-    """Start a command once per node, each with its log; one that fails takes the others with it."""
+    """Start a command once per node, each with its log."""
     first = next(i for i, argument in enumerate(argv) if not argument.startswith("--"))
     options = dict(argument[2:].split("=", 1) for argument in argv[:first])
     hosts = options["nodelist"].split(",")
@@ -50,17 +49,10 @@ def srun(argv: list[str]) -> int:
     step = steps / f"step-{len(list(steps.glob('step-*')))}"
     step.write_text(" ".join(str(task.pid) for task in tasks))
 
-    def send(number: int):
-        signal_step(step, number)
-
-    signal.signal(signal.SIGTERM, lambda *_: send(signal.SIGTERM))
-    told = False
+    signal.signal(signal.SIGTERM, lambda *_: signal_step(step, signal.SIGTERM))
     while None in (statuses := [task.poll() for task in tasks]):
-        if not told and options.get("kill-on-bad-exit") == "1" and any(statuses):
-            told = True
-            send(signal.SIGTERM)
         time.sleep(0.1)
-    send(signal.SIGKILL)  # a step leaves nothing behind
+    signal_step(step, signal.SIGKILL)  # a step leaves nothing behind
     return max(status if status >= 0 else 128 - status for status in statuses)
 
 
@@ -88,9 +80,7 @@ def scontrol(argv: list[str]) -> int:
 
 def trl(argv: list[str]) -> int:
     """A server that is busy for the first requests, and then healthy."""
-    if os.environ["SERVER"] == "fails at once":
-        return 3
-    answers = itertools.repeat(503) if os.environ["SERVER"] == "is never ready" else iter([503] * 2)
+    answers = iter([503] * 2)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -109,33 +99,19 @@ def trl(argv: list[str]) -> int:
 
 
 def opo_trl(argv: list[str]) -> int:
-    """Training: ends with the status $TRAINING, `fails on one node`, `saves`, `saves when told`, or `continues`."""
+    """Training: `ends`, `continues`, or `saves` and continues."""
     url = value(argv, "--vllm_server_base_url") if "--vllm_server_base_url" in argv else None
     if "--vllm_server_host" in argv:
         url = f"http://{value(argv, '--vllm_server_host')}:{value(argv, '--vllm_server_port')}"
     if url:
         urlopen(f"{url}/health").close()  # raises if the server is not ready, and asks $http_proxy unless told not to
-    if os.environ["TRAINING"].isdigit():
-        return int(os.environ["TRAINING"])
-    if os.environ["TRAINING"] == "fails on one node" and os.environ["SLURM_NODEID"] == "1":
-        return 7
-
-    def save(*_):
+    if os.environ["TRAINING"] == "saves":
         checkpoint = Path(value(argv, "--output_dir")) / "checkpoint-100"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "trainer_state.json").touch()
-
-    def save_and_end(*_):
-        time.sleep(0.5)
-        save()
-        sys.exit(143)
-
-    if os.environ["TRAINING"] == "saves":
-        save()
-    if os.environ["TRAINING"] == "saves when told":
-        signal.signal(signal.SIGTERM, save_and_end)
-    (Path(os.environ["CALLS"]).parent / "trains").touch()
-    time.sleep(600)
+    if os.environ["TRAINING"] != "ends":
+        (Path(os.environ["CALLS"]).parent / "trains").touch()
+        time.sleep(600)
     return 0
 
 
