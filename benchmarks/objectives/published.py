@@ -14,8 +14,8 @@ Published losses that are no regression, as objectives for both trainers. A ≥ 
 | DRPO (2606.09821) | −ρA + |A|/(2δ)·(π − π_behaviour)²/π_behaviour of each token | `mean` |
 | TOPR (2503.14286) | −w·A·log π; w is 1 where A ≥ 0, and min(t, 1) elsewhere | `sum` |
 
-The reduction is `log_ratio_reduction`. A test compares GRPO, GSPO, CISPO, SAPO and VESPO with the package's. The gradient of
-DRPO's loss is `−ρ(1 − sign(A)·(π − π_behaviour)/δ)·A·∇log π`: the weights that its paper describes.
+The reduction is `log_ratio_reduction`. A test compares GRPO, GSPO, CISPO, SAPO and VESPO with the package's. The
+gradient of DRPO's loss is `−ρ(1 − sign(A)·(π − π_behaviour)/δ)·A·∇log π`: the weights that its paper describes.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Every shipped recipe trains for two optimizer steps, on a CPU, with a small model where its own is not here."""
+"""Shipped recipes train for two optimizer steps, on a CPU, with a small model where their own is not here."""
 
 import gzip
 import json
@@ -15,9 +15,12 @@ from opo_trl.train import main
 
 
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
-EMBEDDED = sorted(path for folder in ("arithmetic", "reasoning_gym") for path in (ROOT / folder).rglob("*.yaml"))
-OTHERS = sorted(path for folder in ("qwen3-1.7b", "smollm2-135m", ".") for path in (ROOT / folder).glob("**/*.yaml"))
-OTHERS = sorted({*OTHERS} - {*EMBEDDED} - {*(ROOT / "accelerate").iterdir()})
+# Recipes of an experiment differ only in the method (test_recipes.py): all of one, and OPO's of the others.
+METHODS = sorted((ROOT / "arithmetic" / "experiment1").glob("*.yaml"))
+OTHERS = [ROOT / name for name in ("arithmetic/reuse.yaml", "own_data.yaml", "qwen3-1.7b/reuse/one_gpu.yaml")]
+ALL = sorted({*METHODS, *OTHERS, *ROOT.rglob("opo.yaml")})
+EMBEDDED = [path for path in ALL if path.relative_to(ROOT).parts[0] in ("arithmetic", "reasoning_gym")]
+REST = [path for path in ALL if path not in EMBEDDED]
 # What makes a step small, and runs without a GPU or a server.
 SMALL = {"max_completion_length": 4, "validation_size": 2, "report_size": 2, "save_strategy": "no", "max_steps": 2}
 SMALL |= {"gradient_checkpointing": "false", "dtype": "float32", "per_device_train_batch_size": 12}
@@ -54,14 +57,14 @@ def test_recipe_of_an_embedded_model(path, tmp_path):
 
 @pytest.fixture(scope="module")
 def some_of(shared_data, tmp_path_factory):
-    """The first rows of MATH's levels 3 and 4, and of GSM8K, in folders."""
+    """The shortest rows of MATH's levels 3 and 4, and of GSM8K, in folders."""
     folders = {}
     for name in ("math", "gsm8k"):
         folders[name] = tmp_path_factory.mktemp(name)
         for split in ("train", "test"):
             with gzip.open(shared_data / name / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
                 rows = [line for line in file if name == "gsm8k" or '"Level 3"' in line or '"Level 4"' in line]
-            (folders[name] / f"{split}.jsonl").write_text("".join(rows[:100]), encoding="utf-8")
+            (folders[name] / f"{split}.jsonl").write_text("".join(sorted(rows, key=len)[:100]), encoding="utf-8")
     return folders
 
 
@@ -76,7 +79,7 @@ def model(shared_data, tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", REST, ids=lambda path: str(path.relative_to(ROOT)))
 def test_recipe_of_another_model(path, tmp_path, model, some_of):
     fields = {"model_name_or_path": model, "attn_implementation": "sdpa"}
     name = "gsm8k" if "gsm8k" in path.parts else "math"
