@@ -119,11 +119,10 @@ def tokenizer() -> PreTrainedTokenizerBase:
 # The trainers
 
 
-class Replay:
-    """A base class, before a trainer's, that returns `rollout` instead of generating."""
+class ReplayingGRPOTrainer(GRPOTrainer):
+    """TRL's trainer, which returns `rollout` instead of generating."""
 
     rollout: Rollout
-    accelerator: Any
 
     def _generate(self, prompts: list) -> tuple:
         start = self.accelerator.process_index * len(prompts)
@@ -133,11 +132,7 @@ class Replay:
         return prompt_ids, completion_ids, None, [""] * len(prompts), None, {}, None, []
 
 
-class ReplayingGRPOTrainer(Replay, GRPOTrainer):
-    """TRL's trainer with a fixed rollout."""
-
-
-class ReplayingOPOTrainer(Replay, OPOTrainer):
+class ReplayingOPOTrainer(OPOTrainer, ReplayingGRPOTrainer):
     """OPO's trainer with a fixed rollout."""
 
 
