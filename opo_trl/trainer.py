@@ -49,8 +49,7 @@ from .metrics.step_clock import StepClock
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import checked
-from .rollout import checkpoint, padding, recorded, reference, shared_prompts
-from .rollout.dynamic_sampling import DynamicSampling
+from .rollout import checkpoint, padding, reference, shared_prompts
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
@@ -59,7 +58,6 @@ from .rollout.replay import ReplayBuffer
 from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
 from .rollout.scored import RewardFailures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
-from .rollout.vllm_server import watched
 from .trl import MULTIMODAL_KEYS, check, check_replaced, temporarily
 
 
@@ -143,7 +141,7 @@ class OPOTrainer(GRPOTrainer):
 
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
     _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
-    _recorded_samples: recorded.Rows = ()  # of the current rollout
+    _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -158,10 +156,12 @@ class OPOTrainer(GRPOTrainer):
     ):
         check_replaced()
         args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
-        writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
-        train_dataset = recorded.dataset_for(args, train_dataset, writers)
-        if args.rollouts is not None and not reward_funcs and recorded.has_rewards(train_dataset):
-            reward_funcs = recorded.recorded_reward
+        if args.rollouts is not None or args.save_rollouts:
+            from .rollout.recorded import Recorded  # only such runs need it
+
+            writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
+            self._recorded = Recorded(args, train_dataset, writers)
+            train_dataset, reward_funcs = self._recorded.dataset, reward_funcs or self._recorded.reward_func
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
         with reference.given(model):
@@ -174,7 +174,7 @@ class OPOTrainer(GRPOTrainer):
         if isinstance(self.train_dataset, Dataset):
             check_enough_prompts(len(self.train_dataset), args)
         if args.rollouts is not None:
-            self.train_dataset = recorded.completed(self)
+            self.train_dataset = self._recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
@@ -189,6 +189,8 @@ class OPOTrainer(GRPOTrainer):
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
+                from .rollout.vllm_server import watched
+
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
 
@@ -348,7 +350,9 @@ class OPOTrainer(GRPOTrainer):
         return send_to_device(self._finish_rollout(rollout), self.accelerator.device)
 
     @cached_property
-    def _dynamic_sampling(self) -> DynamicSampling:
+    def _dynamic_sampling(self) -> Any:
+        from .rollout.dynamic_sampling import DynamicSampling  # only runs with several rounds need it
+
         rounds = self.args.max_sampling_rounds
         return DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
 
@@ -367,9 +371,8 @@ class OPOTrainer(GRPOTrainer):
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
-            inputs, samples = recorded.one_by_one(inputs, self.accelerator.process_index, self.num_generations)
-            source = temporarily(self, rollout_func=partial(recorded.recall, samples))
-            self._recorded_samples = samples
+            inputs = self._recorded.one_by_one(inputs, self.accelerator.process_index)
+            source = temporarily(self, rollout_func=self._recorded.recall)
         training = self.model.training
         with recorded_rewards(self) as scored, source:
             rollout = super()._generate_and_score_completions(inputs)
@@ -381,15 +384,14 @@ class OPOTrainer(GRPOTrainer):
             rollout["opo_logps"] = logps
         self._skips_pass = False
         if self._replays_recorded:
-            logps = recorded.behaviour_logps(self._recorded_samples, rollout["completion_ids"])
-            rollout["old_per_token_logps"] = logps
+            rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
         n_local = len(rollout["advantages"])
         rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
         if self._mode == "train":
             self.completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
             if self.args.save_rollouts:
-                recorded.save(self, inputs, rollout, completion_ids)
+                self._recorded.save(self, inputs, rollout, completion_ids)
         return rollout
 
     @torch.no_grad()
@@ -434,7 +436,7 @@ class OPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        known = recorded.rewards(self._recorded_samples, self.reward_weights) if self._replays_recorded else None
+        known = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
         if known is not None:
             return self.accelerator.gather(known.to(self.accelerator.device))
         with self._clock.phase("score"), checked(self):

@@ -34,31 +34,125 @@ FOLDER = "rollouts"  # in the output folder of a run that records its own
 Rows = Sequence[Mapping[str, Any]]
 
 
-# Training on them
-
-
-def dataset_for(args: OPOConfig, given: Any, named: Mapping[str, Any]) -> Any:
+class Recorded:
     """
-    The training dataset of a trainer: recorded rollouts if it has `rollouts`, or else what it was `given`. `named` are
-    its other arguments that write completions, or parts of them.
+    Recorded rollouts of a trainer, its `dataset`, if it has `rollouts`; or else those that it records, of the dataset
+    that it was `given`. `writers` are its other arguments that write completions, or parts of them.
     """
-    columns = {*(getattr(given, "column_names", None) or ())}
-    others = {**named, "rollouts": args.rollouts, "images": {"image", "images"} & columns, "rollout_func": None}
-    if args.save_rollouts and (found := [name for name, value in others.items() if value]):
-        said = f"save_rollouts=True cannot record {found[0]}: a row has a prompt, and a completion of the model alone"
-        raise ValueError(f"{said}. Remove `save_rollouts`.")
-    if args.rollouts is None and RECORDED in columns:
-        raise ValueError(
-            "train_dataset holds recorded rollouts, but rollouts=None: the run would generate its own. Set `rollouts` "
-            "in the configuration to the file that they are from."
-        )
-    if args.rollouts is None:
-        return given
-    others = {**named, "train_dataset": given is not None and RECORDED not in columns}
-    if found := [name for name, value in others.items() if value]:
-        said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}, which bring prompts and completions"
-        raise ValueError(f"{said}. Remove one of them.")
-    return load_rollouts(args.rollouts, args.num_generations) if given is None else given
+
+    samples: Rows = ()  # of the current rollout
+
+    def __init__(self, args: OPOConfig, given: Any, writers: Mapping[str, Any]):
+        columns = {*(getattr(given, "column_names", None) or ())}
+        others = {**writers, "rollouts": args.rollouts, "images": {"image", "images"} & columns, "rollout_func": None}
+        if args.save_rollouts and (found := [name for name, value in others.items() if value]):
+            why = "a row has a prompt, and a completion of the model alone"
+            raise ValueError(f"save_rollouts=True cannot record {found[0]}: {why}. Remove `save_rollouts`.")
+        others = {**writers, "train_dataset": given is not None and RECORDED not in columns}
+        if args.rollouts is not None and (found := [name for name, value in others.items() if value]):
+            said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}"
+            raise ValueError(f"{said}, which bring prompts and completions. Remove one of them.")
+        loads = args.rollouts is not None and given is None
+        self.dataset = load_rollouts(args.rollouts, args.num_generations) if loads else given
+        self.num_generations = args.num_generations
+        # In place of a reward function
+        self.reward_func = unscored if args.rollouts is not None and has_rewards(self.dataset) else None
+
+    def one_by_one(self, inputs: Rows, process: int) -> list[dict[str, Any]]:
+        """From the group of each of this process's samples, `[B]`, to its row for reward functions."""
+        places = [place % self.num_generations for place in range(process * len(inputs), (process + 1) * len(inputs))]
+        self.samples = [row[RECORDED][place] for row, place in zip(inputs, places, strict=True)]
+        return [_of_place(row, place) for row, place in zip(inputs, places, strict=True)]
+
+    def recall(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """TRL's `rollout_func`."""
+        names = {"completion_ids": "completion_ids", "logprobs": "logprobs", "completion_mask": "env_mask"}
+        found = {to: [row[name] for row in self.samples] for name, to in names.items() if name in self.samples[0]}
+        return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **found}
+
+    def rewards(self, weights: torch.Tensor) -> torch.Tensor | None:
+        """
+        Recorded rewards `[B, number of reward functions]`, such that TRL's sum with `weights` is the reward; `None` if
+        none were recorded.
+        """
+        if "reward" not in self.samples[0]:
+            return None
+        table, column = torch.full((len(self.samples), len(weights)), torch.nan), int(weights.nonzero()[0])
+        given = [torch.nan if row["reward"] is None else row["reward"] for row in self.samples]
+        table[:, column] = torch.tensor(given) / weights[column].cpu()
+        return table
+
+    def behaviour_logps(self, like: torch.Tensor) -> torch.Tensor:
+        """Recorded log-probabilities of tokens, with the shape and place of `like`, `[B, T]`."""
+        logps = pad([torch.tensor(row["logprobs"]) for row in self.samples], padding_value=0, padding_side="right")
+        return torch.nn.functional.pad(logps, (0, like.shape[1] - logps.shape[1])).to(like.device)
+
+    def completed(self, trainer: Any) -> Dataset:
+        """
+        The dataset of recorded rollouts, where each completion has its tokens and their log-probabilities.
+
+        Raises:
+            `ValueError`: the completions are of another temperature or tokenizer, or it is not known which model wrote
+                them.
+        """
+        args, dataset = trainer.args, trainer.train_dataset
+        groups: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
+        samples = [row for group in groups for row in group]
+        sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
+        if sampled != [f"{args.temperature:g}"]:
+            raise ValueError(
+                f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled "
+                f"at a temperature of {' and '.join(sampled)}. Keep those of one temperature, and set `temperature` "
+                "to it."
+            )
+        if "completion_ids" in samples[0]:
+            _check_texts(trainer, samples[:100])
+        else:
+            _tokenize(trainer, samples)
+        if "logprobs" in samples[0]:
+            return dataset
+        _add_logps(trainer, groups)
+        return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
+
+    def save(self, trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
+        """Write this process's samples of a round of generation to a file, which a resumed run rewrites."""
+        accelerator, done = trainer.accelerator, trainer.completions_generated
+        if "tool_mask" in rollout:
+            raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
+        logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
+        if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
+            ids = [torch.tensor(tokens) for tokens in completion_ids]
+            logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
+        rewards = rollout["rewards_per_func"]
+        totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
+        totals[rewards.isnan().all(dim=1)] = math.nan
+        first = accelerator.process_index * len(inputs)
+        lines = [
+            {
+                **row,
+                "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
+                "completion_ids": ids,
+                "logprobs": logps[place, : len(ids)].tolist(),
+                "temperature": trainer.temperature,
+                "reward": None if totals[place].isnan() else totals[place].item(),
+                "group": f"{done}-{(first + place) // trainer.num_generations}",
+            }
+            for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
+        ]
+        folder = Path(trainer.args.output_dir) / FOLDER
+        before = done - len(inputs) * accelerator.num_processes
+        if accelerator.is_main_process and folder.is_dir():
+            if before == 0:
+                aside = files.free(folder.with_name(f"{FOLDER}-replaced"))
+                folder.rename(aside)
+                logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
+            else:  # before it was killed, this run may have gone further, in other steps
+                for file in folder.glob("[0-9]*-[0-9]*.jsonl"):
+                    if int(file.stem.partition("-")[0]) > before:
+                        file.unlink()
+        accelerator.wait_for_everyone()
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
 
 
 def as_scored(dataset: Dataset) -> Dataset:
@@ -71,7 +165,7 @@ def has_rewards(dataset: Dataset) -> bool:
     return "reward" in dataset[0][RECORDED][0]
 
 
-def recorded_reward(completions: Sequence[Any], **_: Any) -> list[None]:
+def unscored(completions: Sequence[Any], **_: Any) -> list[None]:
     """Stand-in for a reward function where the rollouts have their rewards: new completions are unscored."""
     return [None] * len(completions)
 
@@ -79,66 +173,6 @@ def recorded_reward(completions: Sequence[Any], **_: Any) -> list[None]:
 def _of_place(row: Mapping[str, Any], place: int) -> dict[str, Any]:
     own = {name: value for name, value in row[RECORDED][place].items() if name not in KNOWN}
     return {name: value for name, value in row.items() if name != RECORDED} | own
-
-
-def one_by_one(inputs: Rows, process: int, num_generations: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """From the group of each of this process's samples, `[B]`, to its row for reward functions, and its recording."""
-    places = [place % num_generations for place in range(process * len(inputs), (process + 1) * len(inputs))]
-    rows = [_of_place(row, place) for row, place in zip(inputs, places, strict=True)]
-    return rows, [row[RECORDED][place] for row, place in zip(inputs, places, strict=True)]
-
-
-def rewards(samples: Rows, weights: torch.Tensor) -> torch.Tensor | None:
-    """
-    Recorded rewards `[B, number of reward functions]`, such that TRL's sum with `weights` is the reward; `None` if
-    none were recorded.
-    """
-    if "reward" not in samples[0]:
-        return None
-    table, column = torch.full((len(samples), len(weights)), torch.nan), int(weights.nonzero()[0])
-    given = [torch.nan if row["reward"] is None else row["reward"] for row in samples]
-    table[:, column] = torch.tensor(given) / weights[column].cpu()
-    return table
-
-
-def recall(samples: Rows, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """TRL's `rollout_func`, once its recorded `samples` are bound."""
-    names = {"completion_ids": "completion_ids", "logprobs": "logprobs", "completion_mask": "env_mask"}
-    found = {to: [row[name] for row in samples] for name, to in names.items() if name in samples[0]}
-    return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **found}
-
-
-def behaviour_logps(samples: Rows, like: torch.Tensor) -> torch.Tensor:
-    """Recorded log-probabilities of tokens, with the shape and place of `like`, `[B, T]`."""
-    logps = pad([torch.tensor(row["logprobs"]) for row in samples], padding_value=0, padding_side="right")
-    return torch.nn.functional.pad(logps, (0, like.shape[1] - logps.shape[1])).to(like.device)
-
-
-def completed(trainer: Any) -> Dataset:
-    """
-    The recorded dataset of a trainer, where each completion has its tokens and their log-probabilities.
-
-    Raises:
-        `ValueError`: the completions are of another temperature or tokenizer, or it is not known which model wrote
-            them.
-    """
-    args, dataset = trainer.args, trainer.train_dataset
-    groups: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
-    samples = [row for group in groups for row in group]
-    sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
-    if sampled != [f"{args.temperature:g}"]:
-        raise ValueError(
-            f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled at a "
-            f"temperature of {' and '.join(sampled)}. Keep those of one temperature, and set `temperature` to it."
-        )
-    if "completion_ids" in samples[0]:
-        _check_texts(trainer, samples[:100])
-    else:
-        _tokenize(trainer, samples)
-    if "logprobs" in samples[0]:
-        return dataset
-    _add_logps(trainer, groups)
-    return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
 
 def _check_texts(trainer: Any, samples: Rows) -> None:
@@ -215,47 +249,3 @@ def _scored(
     call = partial(with_positions, model) if trainer._takes_positions else model
     with disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
         return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, *inputs, ids.shape[1], size)[0]
-
-
-# Recording
-
-
-def save(trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
-    """Write this process's samples of a round of generation to a file of their own, which a resumed run rewrites."""
-    accelerator, done = trainer.accelerator, trainer.completions_generated
-    if "tool_mask" in rollout:
-        raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
-    logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
-    if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
-        ids = [torch.tensor(tokens) for tokens in completion_ids]
-        logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
-    rewards = rollout["rewards_per_func"]
-    totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-    totals[rewards.isnan().all(dim=1)] = math.nan
-    first = accelerator.process_index * len(inputs)
-    lines = [
-        {
-            **row,
-            "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
-            "completion_ids": ids,
-            "logprobs": logps[place, : len(ids)].tolist(),
-            "temperature": trainer.temperature,
-            "reward": None if totals[place].isnan() else totals[place].item(),
-            "group": f"{done}-{(first + place) // trainer.num_generations}",
-        }
-        for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
-    ]
-    folder = Path(trainer.args.output_dir) / FOLDER
-    before = done - len(inputs) * accelerator.num_processes
-    if accelerator.is_main_process and folder.is_dir():
-        if before == 0:
-            aside = files.free(folder.with_name(f"{FOLDER}-replaced"))
-            folder.rename(aside)
-            logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
-        else:  # before it was killed, this run may have gone further, in other steps
-            for file in folder.glob("[0-9]*-[0-9]*.jsonl"):
-                if int(file.stem.partition("-")[0]) > before:
-                    file.unlink()
-    accelerator.wait_for_everyone()
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)

@@ -309,11 +309,6 @@ def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tm
         replayed(tiny_model, tmp_path, written(tmp_path, other), max_steps=1)
 
 
-def test_recorded_rollouts_are_not_generated_anew(tiny_model, tmp_path, recorded):
-    with pytest.raises(ValueError, match="train_dataset holds recorded rollouts, but rollouts=None"):
-        make_trainer(tiny_model, tmp_path, trainer_arguments={"train_dataset": load_rollouts(str(recorded), 4)})
-
-
 # In a recipe
 
 
