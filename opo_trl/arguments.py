@@ -31,7 +31,7 @@ class OPOScriptArguments(ScriptArguments):
         "with a reward model or an environment, and `accuracy_reward` for all else.",
     )
     reward_model_name_or_path: str | None = setting(
-        None, "Reward model to add to the reward functions, as the last one."
+        None, "Reward model to add to the reward functions, as the last one; its weight is the first, as in TRL."
     )
     overlong_cache: Annotated[int | None, COUNT] = setting(
         None,

@@ -236,7 +236,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         words = {"true": "group", "yes": "group", "false": "none", "no": "none"}  # as command lines and recipes say it
         self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
         check_fields(self)
-        self._follow_the_reward()
+        follows = self.load_best_model_at_end or self.save_strategy == "best"
+        if follows and self.metric_for_best_model is None:  # Transformers would take the loss, which says little
+            self.metric_for_best_model, self.greater_is_better = "reward", True
         super().__post_init__()
         if self.n_gpu > 1:  # a process that sees several devices: TRL would split the model over them
             self.model_init_kwargs = {"device_map": {"": 0}, **cast(dict, self.model_init_kwargs or {})}
@@ -256,32 +258,13 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
                 "generated, or with `remove_unused_columns`, which would remove them. Remove these."
             )
         for name in ("enable_jit_checkpoint", "ignore_data_skip"):
-            if getattr(self, name):
-                why = "it saves inside an optimizer step, or loses a checkpoint's rollout and random states"
-                raise ValueError(f"{name}=True is not allowed: {why}, so no run could be resumed exactly. Remove it.")
-        if self.use_adaptive_entropy:
-            raise ValueError(
-                "use_adaptive_entropy=True has no effect: the entropy bonus has a constant `entropy_coef`. Remove it."
-            )
+            wanted = "False: it saves inside an optimizer step, or loses a rollout, so no run could be resumed exactly"
+            require(not getattr(self, name), name, True, wanted)
+        wanted = "False: the entropy bonus has a constant `entropy_coef`"
+        require(not self.use_adaptive_entropy, "use_adaptive_entropy", True, wanted)
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
-            if self.max_sampling_rounds > 1 and getattr(self, name) == value:
-                raise ValueError(
-                    f"{name}={value!r} cannot be combined with max_sampling_rounds={self.max_sampling_rounds}: it "
-                    f"normalizes over groups that are replaced later. Set `max_sampling_rounds` to 1, or leave "
-                    f"`{name}` out."
-                )
-
-    def _follow_the_reward(self):
-        """Have what follows a metric follow the reward: Transformers takes the loss, which is 0 without a KL term."""
-        plateau = self.lr_scheduler_type == "reduce_lr_on_plateau"
-        follows = self.load_best_model_at_end or self.save_strategy == "best" or plateau
-        if follows and self.eval_strategy != "no" and self.metric_for_best_model in (None, "loss", "eval_loss"):
-            wanted = "reward: the loss does not say how good the policy is"
-            require(self.metric_for_best_model is None, "metric_for_best_model", self.metric_for_best_model, wanted)
-            self.metric_for_best_model, self.greater_is_better = "reward", True
-        if plateau:
-            mode = "max" if self.greater_is_better else "min"
-            self.lr_scheduler_kwargs = {"mode": mode, **cast(dict, self.lr_scheduler_kwargs or {})}
+            wanted = "another value with `max_sampling_rounds`: it normalizes over groups that are replaced later"
+            require(self.max_sampling_rounds == 1 or getattr(self, name) != value, name, value, wanted)
 
     def _check_generation(self):
         """Check options of generation that would sample from another distribution than the policy's, or do nothing."""
@@ -289,15 +272,13 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         elsewhere = {"temperature": "temperature"} | dict.fromkeys(
             ("max_new_tokens", "max_tokens"), "max_completion_length"
         )
-        fixed: dict[str, Any] = {"do_sample": True, "num_beams": 1, "num_return_sequences": 1, "n": 1}
+        fixed: dict[str, Any] = {"do_sample": True, "num_beams": 1}
         for key, value in options.items():
             fix = None
             if key in elsewhere and value != getattr(self, elsewhere[key]):
                 fix = f"contradicts {elsewhere[key]}={getattr(self, elsewhere[key])!r}. Set `{elsewhere[key]}` instead"
             elif key in fixed and value not in (None, fixed[key]):
-                fix = f"would not sample one completion per row from the policy. Set it to {fixed[key]!r}"
-            elif key == "stop" and value and self.mask_truncated_completions:
-                fix = "ends completions that `mask_truncated_completions` takes for truncated. Remove one of them"
+                fix = f"would not sample from the policy. Set it to {fixed[key]!r}"
             elif not self.use_vllm and key not in vars(GenerationConfig()):
                 fix = "is not an option of GenerationConfig. Remove it"
             if fix:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
@@ -76,7 +76,6 @@ def prepare(argv: Sequence[str]) -> Run:
     path, trusted = str(model_config.model_name_or_path), {"trust_remote_code": args.trust_remote_code}
     path = EMBEDDED_MODELS.get(path, path)
     revision: Any = {"revision": model_config.model_revision}
-    config = AutoConfig.from_pretrained(path, **revision, **trusted)
     tokenizer = AutoTokenizer.from_pretrained(path, **revision, **trusted)
     given: Any = args.model_init_kwargs or {}
     if "torch_dtype" in given:
@@ -94,7 +93,6 @@ def prepare(argv: Sequence[str]) -> Run:
     check_conversations(tools, data.training)
     if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
         preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
-    preflight.check_length(data.training["prompt"], tokenizer, config, args, **tools.for_template)
     if isinstance(args, OPOConfig):  # asynchronous training repeats its prompts, and has a server of another kind
         check_enough_prompts(len(data.training), args, data.plan)
 

@@ -261,7 +261,7 @@ class OPOTrainer(GRPOTrainer):
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
                 f"this is REINFORCE with escort weights. For off-policy steps, see docs/reuse.md."
             )
-        check_trainable(self.model, None if self.state.global_step else self.optimizer)
+        check_trainable(self.model)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
@@ -304,11 +304,6 @@ class OPOTrainer(GRPOTrainer):
     @cached_property
     def _prompt_stream(self) -> PromptStream:
         """Prompts of dynamic sampling."""
-        if type(self)._get_train_sampler is not OPOTrainer._get_train_sampler:
-            raise ValueError(
-                f"max_sampling_rounds={self.args.max_sampling_rounds} has an order of its own, and would not use "
-                "`_get_train_sampler`. Set it to 1, or remove that override."
-            )
         n_prompts = len(cast(Dataset, self.train_dataset))
         return PromptStream(n_prompts, seed=self.args.seed, shuffle=self.shuffle_dataset)
 

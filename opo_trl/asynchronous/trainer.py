@@ -167,7 +167,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         As in TRL, but a run is resumed with the prompts of which no completion has been trained. Completions that were
         on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
         """
-        check_trainable(self.model, self.optimizer)
+        check_trainable(self.model)
         folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         self._skip(())
         return super().train(folder, *args, **kwargs)

@@ -73,11 +73,9 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
         check_weights("reward_funcs", name, options, scores=True)
 
 
-def check_trainable(model: Any, optimizer: Any) -> None:
-    """Check that training moves a weight of a model: one can be trained, by the user's `optimizer` if there is one."""
-    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
-    held = {id(weight) for group in getattr(optimizer, "param_groups", ()) for weight in group["params"]}
-    if not trained:
+def check_trainable(model: Any) -> None:
+    """Check that a weight of a model can be trained, and that TRL trains its adapter."""
+    if not any(weight.requires_grad for weight in model.parameters()):
         raise ValueError(
             f"model={get_config_model_id(model.config)!r} would not be trained: none of its weights requires a "
             "gradient. Load an adapter by `PeftModel.from_pretrained(…, is_trainable=True)`; after "
@@ -86,11 +84,6 @@ def check_trainable(model: Any, optimizer: Any) -> None:
     if hasattr(getattr(model, "get_output_embeddings", lambda: None)(), "lora_A"):
         raise ValueError(
             "An adapter is on the LM head, which TRL does not train. Remove the head from `lora_target_modules`."
-        )
-    if optimizer is not None and trained.isdisjoint(held):
-        raise ValueError(
-            f"optimizers={(type(optimizer).__name__, '…')} would not train the model: the optimizer holds none of its "
-            "weights that require a gradient. Make it of those of the model that is passed, or leave it out."
         )
 
 

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from datasets import Dataset
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from ..config import OPOConfig
-from ..data import tokenize_prompts
 from ..data.rollouts import RECORDED
 from ..rewards.scoring import IsolatedReward
 from ..rollout.recorded import as_scored
@@ -41,28 +40,6 @@ def check_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase) 
         if not of_transformers and not re.search(rf"\b{re.escape(key)}\b", template):
             said = f"chat_template_kwargs={options!r}: {key!r} has no effect: the chat template does not use it"
             raise ValueError(f"{said}. Remove {key!r}.")
-
-
-def check_length(
-    prompts: Sequence[Any],
-    tokenizer: PreTrainedTokenizerBase,
-    config: PreTrainedConfig,
-    args: OPOConfig,
-    **in_template: Any,
-) -> None:
-    """
-    Check that each prompt fits the model's context with its completion; Transformers would generate beyond it.
-
-    `in_template` are further arguments of the chat template, such as `tools`.
-    """
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    options = cast(dict, args.chat_template_kwargs or {}) | in_template
-    longest = max(map(len, tokenize_prompts(list(prompts), tokenizer, options))) if context else 0
-    if context and longest + (args.max_completion_length or 0) > context:
-        raise ValueError(
-            f"max_completion_length={args.max_completion_length} does not fit: the longest prompt has {longest} "
-            f"tokens, the context {context}. Lower it, or set `max_prompt_length` to drop longer prompts."
-        )
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:

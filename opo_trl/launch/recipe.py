@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import trl
-from trl import DatasetMixtureConfig, GRPOConfig, ModelConfig, TrlParser
-from trl.scripts.grpo import GRPOScriptArguments
+from trl import ModelConfig, TrlParser
 
 from ..arguments import OPOScriptArguments
 from ..checks import secrets, strict_yaml
@@ -35,16 +34,12 @@ _OBJECTIVES = {
     "topr": "`objective: topr`",
     "grpo": "`objective: grpo`, `gspo`, `dapo` or another loss of TRL's",
 }
-# Fields of earlier versions that public recipes set, and what to do.
+# Fields of Transformers 4 that public recipes set, and what to do.
 _GONE = {
     "torch_dtype": "In Transformers 5 it is `dtype`.",
     "overwrite_output_dir": "It is gone from Transformers 5: set `overwrite` to move an earlier run aside.",
     "logging_dir": "In Transformers 5 it is a variable: set `env: {TENSORBOARD_LOGGING_DIR: folder}`.",
     "warmup_ratio": "In Transformers 5 it is `warmup_steps`, with a fraction of all steps in (0, 1).",
-    "padding_free": "It is gone: planned micro-batches and shared prompts do its work. Remove it.",
-    "save_failure": "It is gone: a checkpoint that cannot be written ends the run. Remove it.",
-    "streaming": "It is gone: datasets are loaded completely. Remove it.",
-    "watches": "It is gone: a callback can set `control.should_training_stop` (docs/subclassing.md). Remove it.",
 }
 
 
@@ -138,10 +133,6 @@ def read(argv: Sequence[str]) -> Fields:
     namespace, unknown = parser.parse_known_args(words)
     values, options = vars(namespace), {word.split("=")[0] for word in words}
     named = {action.dest for action in parser._actions if options & {*action.option_strings}} | recipe.keys()
-    weights = values.get("reward_weights")  # asynchronous training has none
-    if weights and values["reward_model_name_or_path"] and values["reward_funcs"] and named <= _fields_of_trl():
-        values["reward_weights"] = [*weights[1:], weights[0]]  # a reward model is TRL's first reward, and our last
-        named.add("trainer")
     found: dict[str, str] = {}
     for kind in _argument_classes(trainer):
         found |= field_problems(kind, values)
@@ -164,13 +155,6 @@ def _launch_actions() -> Mapping[str, argparse.Action]:
     from accelerate.commands.launch import launch_command_parser  # takes a second
 
     return {action.dest: action for action in launch_command_parser()._actions if action.option_strings}
-
-
-@functools.cache
-def _fields_of_trl() -> set[str]:
-    """The fields of TRL's script for GRPO, `trl grpo`."""
-    kinds = (GRPOScriptArguments, GRPOConfig, ModelConfig, DatasetMixtureConfig)
-    return {field.name for kind in kinds for field in fields(kind)} | {"accelerate_config"}
 
 
 def launch_words(options: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from helpers import make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -117,23 +116,8 @@ def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_mod
     make_trainer(loaded(is_trainable=True), tmp_path / "run", beta=0.1).train()
 
 
-def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path):
-    model, another = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
-
-    def trainer(optimized, **arguments):
-        arguments["optimizers"] = (torch.optim.SGD(optimized.parameters(), lr=0.1), None)
-        return make_trainer(model, tmp_path, trainer_arguments=arguments)
-
-    own = trainer(model)
-    own.train()
-    own.train()  # by then, Accelerate has wrapped it
-    for made in (trainer(another), trainer(model, peft_config=LoraConfig(r=2))):
-        with pytest.raises(ValueError, match=r"optimizers=\('SGD', '…'\) would not train the model"):
-            made.train()
-
-
 def test_adapter_on_the_head_is_named(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ValueError, match="An adapter is on the LM head, which TRL does not train"):
-        check_trainable(adapted, None)
+        check_trainable(adapted)

@@ -113,11 +113,6 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
         lambda folder: (folder / "model/chat_template.jinja").unlink(),
     ),
     "unknown level": (["levels=['Level 9']", "['Level 1', 'Level 2']"], {"levels": ["Level 9"]}, str),
-    "prompt beyond the context": (
-        ["max_completion_length=4", "the context 512", "set `max_prompt_length`"],
-        {},
-        rows(*ROWS, {**ROWS[0], "problem": "1 + " * 200 + "1"}),
-    ),
     "missing tensor": (["model='./model'", "lack model.layers.1.mlp.up_proj.weight"], {}, without_tensor),
     "missing reward": (["reward_funcs='no.reward'", "No module named 'no'"], {"reward_funcs": ["no.reward"]}, str),
     "column of a reward": (["reward_funcs='compare'", "'gold'"], {"reward_funcs": ["my_rewards.compare"]}, str),

@@ -46,12 +46,6 @@ def test_what_is_not_a_recipe_is_rejected(tmp_path):
         copy_out("no/such.yaml", tmp_path)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "compare", "env"])
-def test_command_that_is_gone_says_what_to_do(capsys, command):
-    assert cli.main([command, "runs/x"]) == 2
-    assert capsys.readouterr().err.startswith(f"opo-trl {command}: error: this command is gone: ")
-
-
 def test_help_has_every_field(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
