@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..rewards.boxes import text_of, without_reasoning
-from ..rewards.effects import without_effects
+from ..rewards.effects import forbid
 
 
 PREFIX = "reasoning_gym/"
@@ -70,8 +70,8 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     The answer is the text between the last `<answer>` and `</answer>` after the reasoning; without them, all of a
     plain completion, and none of a conversation. What makes the scorer raise an error is not an answer: 0.
 
-    Some scorers evaluate answers as Python, restricted by [`rewards.effects`], which is no sandbox. So run it in an
-    [`IsolatedReward`], as recipes do: its workers stay restricted after the first answer.
+    Some scorers evaluate answers as Python. So run it in an [`IsolatedReward`], as recipes do, whose workers are
+    restricted by [`rewards.effects`].
     """
     scored = zip(completions, task, entry, strict=True)
     return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]
@@ -92,8 +92,9 @@ def _scorer(key: str) -> Any:
 
 
 def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
+    forbid()  # after the scorer was imported
     try:
-        with without_effects(), contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()):
             score = float(scorer.score_answer(answer, entry))
     except BaseException as error:  # an answer may be `exit()`
         if isinstance(error, MemoryError | KeyboardInterrupt):

@@ -175,7 +175,7 @@ def _limit(memory: int, reward: Callable[..., Any]) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    effects.lasting = True
+    effects.in_worker = True
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for native code to return to Python
     resource.setrlimit(resource.RLIMIT_DATA, (memory * 2**20, memory * 2**20))
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,10 +98,6 @@ class TestProblems:
         assert len(without_overlap(held_out, problems)) == 2
 
 
-def save(path: Path) -> int:
-    return path.write_text("line")
-
-
 @needs_gym
 class TestReward:
     def test_answer_is_what_the_tags_hold(self):
@@ -130,23 +125,13 @@ class TestReward:
         assert score(draw("prime_factorization", size=1), ["x"]) == [0.0]
         assert score(draw("binary_matrix", size=1), ["exit()"]) == [0.0]
 
-    def test_worker_stays_restricted_after_an_answer(self, tmp_path):
-        """A thread that the answer starts waits until its scoring is over."""
-        row = draw("countdown", size=1)[0]
-        later = f"(__import__('time').sleep(1), open('{tmp_path}/new', 'w'))"
-        program = f"__import__('threading').Thread(target=lambda: {later}).start()"
-        reward = IsolatedReward(gym_reward, workers=1)
-        columns = {"task": [row["task"]], "entry": [row["entry"]]}
-        reward([program], **columns)
-        time.sleep(2)
-        assert reward([f"<answer>{row['solution']}</answer>"], **columns) == [1.0]
-        assert not [*tmp_path.iterdir()]
-        reward.close()
-
     def test_answers_that_are_programs_change_nothing(self, tmp_path):
+        """Also not in a thread that waits until their scoring is over."""
         (tmp_path / "kept").write_text("here")
         row = draw("countdown", size=1)[0]
-        for program in (
+        later = f"(__import__('time').sleep(1), open('{tmp_path}/new', 'w'))"
+        programs = [
+            f"__import__('threading').Thread(target=lambda: {later}).start()",
             f"open('{tmp_path}/new', 'w')",
             f"__import__('os').system('touch {tmp_path}/new')",
             f"__import__('os').remove('{tmp_path}/kept')",
@@ -154,27 +139,16 @@ class TestReward:
             f"__import__('shutil').rmtree('{tmp_path}')",
             "__import__('socket').create_connection(('localhost', 9))",
             f"__import__('sqlite3').connect('{tmp_path}/new')",
-        ):
-            assert score([row], [program])[0] < 0.1
-            assert [path.name for path in tmp_path.iterdir()] == ["kept"], program
-        (tmp_path / "after").write_text("this process may still write")
-
-    def test_other_threads_write_while_an_answer_is_scored(self, tmp_path, monkeypatch):
-        written = []
-
-        def scored(scorer, answer, entry):
-            thread.start_now.set()
-            thread.join(10)
-            return 1.0
-
-        thread = threading.Thread(target=lambda: thread.start_now.wait(10) and written.append(save(tmp_path / "log")))
-        thread.start_now = threading.Event()
-        rows = draw("chain_sum", size=1)
-        thread.start()
-        scorer = type("Scorer", (), {"score_answer": scored})()
-        monkeypatch.setattr(gym, "_scorer", lambda key: scorer)
-        assert score(rows, ["1"]) == [1.0]
-        assert written == [len("line")]
+        ]
+        reward = IsolatedReward(gym_reward, workers=1)
+        answers = [*programs, f"<answer>{row['solution']}</answer>"]
+        columns = {name: [row[name]] * len(answers) for name in ("task", "entry")}
+        scores = reward(answers, **columns)
+        time.sleep(2)
+        assert scores[-1] == 1.0
+        assert all(score < 0.1 for score in scores[:-1])
+        assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+        reward.close()
 
 
 @needs_gym
