@@ -19,7 +19,7 @@ class OPOScriptArguments(ScriptArguments):
     """
     Arguments of the training script, in addition to those of [`OPOConfig`] and [`~trl.ModelConfig`].
 
-    Those of TRL's script for GRPO are among them, so that its recipes and command lines also train here.
+    Those of TRL's script for GRPO, but for `datasets`, are among them, so that its recipes also train here.
     """
 
     trainer: str = setting("opo", "`opo`, or `async_opo` for asynchronous training.")
@@ -56,12 +56,6 @@ class OPOScriptArguments(ScriptArguments):
     )
     reward_memory: Annotated[int, COUNT] = setting(
         2048, "Memory a worker can allocate to score one completion, in MiB, at least 512."
-    )
-    datasets: list[dict] = setting(
-        list, "Datasets to mix, in place of `dataset_name`, as in TRL's `DatasetMixtureConfig`."
-    )
-    test_split_size: Annotated[float | None, POSITIVE] = setting(
-        None, "Of `datasets`: size of the test split to hold out of them, drawn with `subset_seed`."
     )
     test_fraction: Annotated[float | None, PART] = setting(
         None,
@@ -128,8 +122,6 @@ class OPOScriptArguments(ScriptArguments):
         for name in ("columns", "dataset_settings"):
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, json.loads(value))
-        if self.datasets and self.dataset_name:
-            raise ValueError(f"dataset_name={self.dataset_name!r} has no effect with `datasets`. Remove one of them.")
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:
             default = "gym_reward" if drawn else "accuracy_reward"

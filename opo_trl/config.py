@@ -206,11 +206,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     max_completions: Annotated[int | None, COUNT] = setting(
         None, "Number of completions to generate for training: the run ends with the first rollout that reaches it."
     )
-    max_reward_failure_rate: Annotated[float, FRACTION] = setting(
-        0.1,
-        "Maximum fraction of completions that an [`IsolatedReward`] may fail to score, as a moving average over "
-        "rounds of generation; above it, the run ends.",
-    )
     max_skipped_steps: Annotated[int, COUNT] = setting(
         10,
         "Number of consecutive optimizer steps with a non-finite gradient, which are skipped, after which the run "

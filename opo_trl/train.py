@@ -78,8 +78,6 @@ def prepare(argv: Sequence[str]) -> Run:
     revision: Any = {"revision": model_config.model_revision}
     tokenizer = AutoTokenizer.from_pretrained(path, **revision, **trusted)
     given: Any = args.model_init_kwargs or {}
-    if "torch_dtype" in given:
-        raise ValueError("`torch_dtype` in model_init_kwargs is overridden by `dtype`. Set `dtype` instead.")
     options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
     options |= {"use_safetensors": True}  # pickled weights could run code
     args.model_init_kwargs = options = {**revision, **options, **given}

@@ -56,7 +56,7 @@ from .rollout.planning import spread
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
-from .rollout.scored import RewardFailures, recorded_rewards
+from .rollout.scored import count_failures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
 from .trl import MULTIMODAL_KEYS, check, check_replaced, temporarily
 
@@ -101,8 +101,8 @@ class OPOTrainer(GRPOTrainer):
         `ValueError`: vLLM would have to generate from a quantized base model, or the dataset has fewer prompts than a
             rollout needs.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
-            completion; isolated ones fail to score more than `max_reward_failure_rate`; an environment fails, or a
-            tool raises what is not an `Exception`.
+            completion; isolated ones fail to score half of a round's completions; an environment fails, or a tool
+            raises what is not an `Exception`.
         `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`).
     """
 
@@ -130,13 +130,17 @@ class OPOTrainer(GRPOTrainer):
     num_generations: int
     num_generations_eval: int
 
-    # The trainer's own numbers, and dictionaries of numbers, that a checkpoint holds besides those of its parts.
+    # Numbers, and dictionaries of numbers, that a checkpoint holds.
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
         "completions_generated",
         "_pass",
         "_globalstep_last_logged",
         "_drive_metrics",
+        "_reward_failures",
+        "_skipped.total",
+        "_skipped.in_a_row",
+        "_skipped.moved_at",
     )
 
     _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
@@ -201,7 +205,8 @@ class OPOTrainer(GRPOTrainer):
         self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
         index = accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=index)
-        self._reward_failures, self._skipped = RewardFailures(args, accelerator), SkippedSteps(args, accelerator)
+        self._reward_failures: dict[str, int] = {}  # by kind, over all processes, since the last entry of the log
+        self._skipped = SkippedSteps(args, accelerator)
         self._current_train_step_time = 0.0
         for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             kept.clear()
@@ -437,7 +442,8 @@ class OPOTrainer(GRPOTrainer):
         with self._clock.phase("score"), checked(self):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if self._mode == "train":  # the log and the limit cover training only
-            self._reward_failures.count(self.reward_funcs, len(completions))
+            for kind, count in count_failures(self.reward_funcs, len(completions), self.accelerator).items():
+                self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
         return rewards
 
     @cached_property
@@ -732,8 +738,9 @@ class OPOTrainer(GRPOTrainer):
                 metrics[f"opo/time/{phase}"].append(seconds)
             efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             self._append("train", "opo/gradient_response_efficiency", efficiency)
-            for kind, count in self._reward_failures.take().items():
+            for kind, count in self._reward_failures.items():
                 metrics[kind].append(count)
+            self._reward_failures = dict.fromkeys(self._reward_failures, 0)
             metrics["opo/skipped_steps"].append(self._skipped.total)
         super().log(logs, start_time)
 

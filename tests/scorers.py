@@ -76,13 +76,13 @@ def text_of(completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def none_for_every_third_length(completions: list, **kwargs) -> list[float | None]:
+def none_for_every_fourth_length(completions: list, **kwargs) -> list[float | None]:
     lengths = [len(text_of(completion)) for completion in completions]
-    return [None if length % 3 == 0 else float(length % 5) for length in lengths]
+    return [None if length % 4 == 0 else float(length % 5) for length in lengths]
 
 
-def raise_for_every_third_length(completions: list, **kwargs) -> list[float | None]:
-    scores = none_for_every_third_length(completions)
+def raise_for_every_fourth_length(completions: list, **kwargs) -> list[float | None]:
+    scores = none_for_every_fourth_length(completions)
     if None in scores:
-        raise ValueError("three")
+        raise ValueError("four")
     return scores

@@ -175,12 +175,11 @@ def failing_reward(completions, log_metric, **columns):
 def state_of(trainer: GRPOTrainer) -> dict:
     """All that an evaluation might leave behind in a trainer."""
     records = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs", "completions_generated")
-    records += ("_reports", "num_generations_eval", "_step")
+    records += ("_reports", "num_generations_eval", "_step", "_reward_failures")
     kept = {name: copy.deepcopy(vars(trainer)[name]) for name in records if name in vars(trainer)}
-    parts = [vars(trainer)[name] for name in ("_reward_failures", "_skipped") if name in vars(trainer)]
     return {
         **kept,
-        "parts": [part.state_dict() for part in parts],
+        "skipped": {**vars(trainer._skipped)} if hasattr(trainer, "_skipped") else {},
         "attributes": sorted(vars(trainer)),
         "decoding": trainer.generation_config.to_dict(),
         "training": {name: module.training for name, module in trainer.model.named_modules()},

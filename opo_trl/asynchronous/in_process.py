@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample
 
+from ..fields import require
 from .config import AsyncOPOConfig
 from .worker import OPORolloutLoop
 
@@ -151,11 +152,8 @@ class InProcessWorker:
         tools: list[Callable] | None = None,
         staleness: int = 0,
     ):
-        if staleness > args.max_staleness:
-            raise ValueError(
-                f"max_staleness={args.max_staleness} drops every completion. Set it to at least {staleness}, the "
-                "staleness of this worker."
-            )
+        wanted = f"at least {staleness}, the staleness of this worker, which would drop every completion"
+        require(staleness <= args.max_staleness, "max_staleness", args.max_staleness, wanted)
         if args.token_budget is None:
             args.token_budget = 0
         self.model, self.args, self.staleness = model, args, staleness
@@ -197,9 +195,7 @@ class InProcessWorker:
         """A rollout of as many completions as an optimizer step takes, by the policy `staleness` versions ago."""
         args, loop = self.args, self.loop
         loop._model_version_value.value = version = max(min(self.policies), self.version - self.staleness)
-        unexpected = loop.policy.load_state_dict(self.policies[version], strict=False).unexpected_keys
-        if unexpected:
-            raise RuntimeError(f"The trainer's parameters {', '.join(unexpected)} are not in {self.model!r}.")
+        loop.policy.load_state_dict(self.policies[version], strict=False)  # tied weights are not sent twice
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         samples: list[RolloutSample] = []
         while not samples:  # OPO's loop ends the run if no group has any

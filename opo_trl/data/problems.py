@@ -144,14 +144,14 @@ def hold_out(problems: Dataset, size: float, seed: int) -> tuple[Dataset, Datase
     """
     Split problems, rows with a column `problem` or `prompt`, into those for training and held-out ones.
 
-    `size` is the number of problems to hold out or, below 1, their share, rounded up. Returns all rows whose problem
-    is not held out, and a row of each problem that is.
+    `size` is the share of problems to hold out, rounded up. Returns all rows whose problem is not held out, and a row
+    of each problem that is.
     """
     texts = [without_space(problem) for problem in problems["problem" if "problem" in problems.features else "prompt"]]
     first = {text: row for row, text in reversed([*enumerate(texts)])}
     known = sorted(first, key=first.__getitem__)
     random.Random(seed).shuffle(known)
-    held_out = sorted(first[text] for text in known[: math.ceil(size * len(known)) if size < 1 else int(size)])
+    held_out = sorted(first[text] for text in known[: math.ceil(size * len(known))])
     left_out = {texts[row] for row in held_out}
     kept = [row for row, text in enumerate(texts) if text not in left_out]
     return problems.select(kept), problems.select(held_out)

@@ -44,10 +44,8 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
         `Dataset`: Rows with the columns `prompt`, `solution` (the final answer, but for reasoning-gym), and others.
 
     Raises:
-        `ValueError`: if the style is unknown or no row can be used.
+        `ValueError`: if no row can be used.
     """
-    if style not in ("chat", "plain"):
-        raise ValueError(f"style={style!r} must be 'chat' or 'plain'.")
     rows, unusable = [], {}
     scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym
     in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])

@@ -40,8 +40,6 @@ _TILE = (4096, 32768)  # tokens and words of the tiles in which TRL's fused LM h
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # with the layers that `_layer` counts
 
-_Head = tuple[float, float, float]
-
 
 class Decoder:
     """Shape of a dense Llama-style decoder: widths in elements, `query` and `key` over all heads."""
@@ -50,7 +48,6 @@ class Decoder:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.layers: int = config.num_hidden_layers
         self.hidden: int = config.hidden_size
-        self.heads: int = config.num_attention_heads
         self.query: int = width * config.num_attention_heads
         self.key: int = width * config.num_key_value_heads
         self.intermediate: int = config.intermediate_size
@@ -195,20 +192,16 @@ def _layer(run: Run, d: Decoder) -> tuple[float, float]:
     # With a mask, keys and values are repeated for every head; only flash attention reads them as groups.
     attention = 2 * c * (d.query + (d.key if d.attention.startswith("flash") else d.query))
     attention += c * d.query if run.copies and not full else 0
-    # The mask as numbers, or the softmax in float32 and in the dtype of the products.
-    scores = {"sdpa": c * length, "eager": d.heads * length * (4 + (c if c < 4 else 0))}.get(d.attention, 0)
+    mask = c * length if d.attention == "sdpa" else 0  # as numbers
     mlp = 4 * c * d.intermediate
     # In the MLP's backward pass: gradients of both factors, and of the residual stream.
     in_use = 2 * c * d.intermediate + w * d.hidden
     if run.copies and not full:
         in_use += c * d.intermediate + 4 * c * d.hidden  # the forward pass holds casts and their sources at once
-    if d.attention == "eager":
-        # The backward pass of the softmax holds three float32 tensors; that of the MLP is done by then.
-        in_use = max(in_use, 12 * d.heads * length - scores - mlp)
-    return norms + normalized + outputs + heads + attention + scores + mlp, in_use
+    return norms + normalized + outputs + heads + attention + mask + mlp, in_use
 
 
-def _head(run: Run, d: Decoder) -> _Head:
+def _head(run: Run, d: Decoder) -> tuple[float, float, float]:
     """
     Bytes of the final norm and TRL's fused LM head in the forward pass and at the peak of the backward pass, and of
     the gradient that a tied head holds until the embedding adds its own.

@@ -1,7 +1,6 @@
 """The plan printed when training starts: rollouts, optimizer steps, objective and memory."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,11 +73,19 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     # DeepSpeed casts the model. FSDP2 casts the weights that it gathers, and keeps the trained ones in float32.
     masters = half and sharding == "fsdp2"
     width = 2 if half else 4
+
+    def size(p: Any) -> tuple[int, float]:
+        """Elements and bytes. Under ZeRO-3 a parameter is empty, but knows its full size."""
+        n = getattr(p, "ds_numel", p.numel())
+        if zero and p.is_floating_point():
+            return n, n * width
+        return n, n * (4 if masters and p.requires_grad else p.element_size())
+
+    counted, total = map(sum, zip(*map(size, trainer.model.parameters()), strict=True))
+    sizes = [size(p) for p in trainer.model.parameters() if p.requires_grad]
+    trained, trained_bytes = map(sum, zip(*sizes, strict=True)) if sizes else (0, 0.0)
     if not zero and not masters:
         width = trainer.model.get_input_embeddings().weight.element_size()
-    how: Any = {"cast": width if zero else None, "masters": masters}
-    counted, total = _count(trainer.model.parameters(), **how)
-    trained, trained_bytes = _count((p for p in trainer.model.parameters() if p.requires_grad), **how)
     trained_width = trained_bytes / max(trained, 1)
     moment_width = 1 if "8bit" in args.optim else 4 if zero else trained_width
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
@@ -111,24 +118,6 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     )
 
 
-def _count(parameters: Iterable[Any], *, cast: int | None, masters: bool) -> tuple[int, float]:
-    """
-    Elements and bytes of parameters.
-
-    `cast`: bytes of each weight after DeepSpeed's cast. `masters`: trained weights are accelerate's float32 copies.
-    """
-    elements, total = 0, 0.0
-    for p in parameters:
-        # Under ZeRO-3 a parameter is empty, but knows its full size.
-        n, size = getattr(p, "ds_numel", p.numel()), p.element_size()
-        if cast is not None and p.is_floating_point():
-            size = cast
-        elif masters and p.requires_grad:
-            size = 4
-        elements, total = elements + n, total + n * size
-    return elements, total
-
-
 def _sharding(trainer: Any) -> str:
     accelerator = trainer.accelerator
     if trainer.is_deepspeed_enabled and accelerator.state.deepspeed_plugin.zero_stage > 0:
@@ -152,21 +141,15 @@ def _row_tokens(trainer: Any) -> tuple[int, int]:
 
 def _prompt_tokens(trainer: Any) -> int:
     """
-    Tokens of the longest of the first 10,000 prompts, as the model gets it; for a model with images, without the chat
-    template; 0 for a stream, and for environments that make their own prompts.
+    Tokens of the longest of the first 10,000 prompts, as the model gets it; 0 for a stream, and for environments that
+    make their own prompts.
     """
     if not isinstance(trainer.train_dataset, Dataset) or "prompt" not in trainer.train_dataset.column_names:
         return 0
     prompts = trainer.train_dataset.select_columns("prompt")[:10_000]["prompt"]
-    longest, tokenizer = max(prompts, key=lambda prompt: len(_text(prompt))), trainer.processing_class
-    if hasattr(tokenizer, "tokenizer"):
-        longest, tokenizer = _text(longest), tokenizer.tokenizer
+    longest = max(prompts, key=lambda prompt: len(str(prompt)))
     template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-    return len(tokenize_prompts([longest], tokenizer, template)[0])
-
-
-def _text(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else " ".join(str(message.get("content")) for message in prompt)
+    return len(tokenize_prompts([longest], trainer.processing_class, template)[0])
 
 
 def _device_bytes(trainer: Any) -> int | None:

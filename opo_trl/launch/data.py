@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
-from trl import DatasetMixtureConfig, get_dataset
 
 from ..arguments import OPOScriptArguments
 from ..config import OPOConfig
@@ -62,7 +61,7 @@ def load_data(
         return _load_problems(script, args, fitting)
     groups = fitting(load_rollouts(rollouts, args.num_generations))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
-    if not (script.dataset_name or script.datasets):
+    if not script.dataset_name:
         return Data(groups, None, {}, None, plan)
     data = _load_problems(script, args, fitting)
     report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
@@ -115,12 +114,9 @@ class _Source:
     def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
         """Rows of a split, problems or with their own prompts."""
         script, name = self.script, str(self.script.dataset_name)
-        splits = bool(script.datasets) or script.test_fraction is not None or is_single_file(name)
-        if script.datasets:
-            rows: Any = cast(Any, get_dataset(DatasetMixtureConfig(cast(Any, [*script.datasets]))))["train"]
-        else:
-            stored, drawn = script.dataset_train_split if splits else split, cast(dict | None, script.dataset_settings)
-            rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
+        splits = script.test_fraction is not None or is_single_file(name)
+        stored, drawn = script.dataset_train_split if splits else split, cast(dict | None, script.dataset_settings)
+        rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
         columns = cast(dict, script.columns or {})
         self.style = self.style or script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
         problems, self.sources = take(rows, columns, "prompt" if self.style == "dataset" else "problem")
@@ -130,19 +126,16 @@ class _Source:
 
     def _split(self, problems: Dataset, is_training: bool) -> Dataset:
         """The part of all problems that is for training, or the other one."""
-        script, name = self.script, "test_split_size" if self.script.datasets else "test_fraction"
-        size = getattr(script, name)
-        if size is None and script.datasets and not is_training:
-            raise ValueError("test_split_size=None leaves `datasets` without a test split. Set `test_split_size`.")
-        if size is None and (script.datasets or not (self.measured or self.report_levels(problems))):
+        size = self.script.test_fraction
+        if size is None and not (self.measured or self.report_levels(problems)):
             return problems
-        training, held_out = hold_out(problems, size or TEST_FRACTION, script.subset_seed)
+        training, held_out = hold_out(problems, size or TEST_FRACTION, self.script.subset_seed)
         if not len(training):
             if size is None and is_training:  # one problem, to see whether it is learned
                 return problems
-            raise ValueError(f"{name}={size!r} leaves none of the {len(problems)} rows to train on. Lower it.")
+            raise ValueError(f"test_fraction={size} leaves none of the {len(problems)} rows to train on. Lower it.")
         parts = f"{len(held_out):,} of its {len(problems):,} rows are held out"
-        self.held_out = f"; {parts} ({name}: {size or TEST_FRACTION:g})"
+        self.held_out = f"; {parts} (test_fraction: {size or TEST_FRACTION:g})"
         return training if is_training else held_out
 
     def report_levels(self, problems: Dataset) -> list[str]:
@@ -162,8 +155,7 @@ class _Source:
     def describe(self) -> str:
         """For a line of the plan: where the prompts are from, and which column was used as which field."""
         script = self.script
-        name = script.dataset_name or " + ".join(str(part["path"]) for part in script.datasets)
         levels = f", levels {', '.join(script.levels)}" if script.levels else ""
         taken = [f"{ours} is its column {theirs!r}" for ours, theirs in self.sources.items()]
         taken.append(f"prompt_style: {self.style}")
-        return f"{name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"
+        return f"{script.dataset_name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"

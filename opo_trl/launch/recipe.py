@@ -197,12 +197,8 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
         raise ValueError(f"{' '.join(given.unknown)} belongs to no field. Options of accelerate go to the launcher.")
     set_variables(given.env)
     values = copy.deepcopy(given.values)  # what a library changes in a mapping is not what the recipe said
-    # A run's `recipe.yaml` lacks its secrets: the Hub uses a login instead, and others are asked for.
-    for name in filter(lambda name: secrets.lost(values[name]), given.named):
-        if name != "hub_token":
-            said = f"{name}={values[name]!r} lacks a secret, which the run that wrote this recipe did not save"
-            raise ValueError(f"{said}. Set it on the command line: `--{name} …`.")
-        values[name] = None
+    if secrets.lost(values.get("hub_token")):  # a run's `recipe.yaml` lacks it, and the Hub uses a login instead
+        values["hub_token"] = None
     script, args, model_config = (
         kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
         for kind in _argument_classes(given.trainer)
@@ -211,9 +207,5 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
 
 
 def set_variables(env: Mapping[str, str]) -> None:
-    """Set the environment variables of a recipe. A secret that a run did not save is already set in the shell."""
-    for name, value in env.items():
-        if not secrets.lost(value):
-            os.environ[name] = value
-        elif name not in os.environ:
-            raise ValueError(f"env={{{name!r}: {value!r}}} lacks a secret. Set the variable {name} in the shell.")
+    """Set the environment variables of a recipe. A secret that a run did not save stays as it is set in the shell."""
+    os.environ.update({name: value for name, value in env.items() if not secrets.lost(value)})

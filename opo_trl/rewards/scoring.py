@@ -46,7 +46,7 @@ class IsolatedReward(CountingReward):
     A reward function that scores each completion in a worker process, with limits on time and memory.
 
     It works in `reward_funcs` of every TRL trainer. [`OPOTrainer`] also logs how many completions were unscored, and
-    stops the run if there are too many (`max_reward_failure_rate`).
+    stops the run if these are half of a round's completions.
 
     A completion scores `None` if it exceeds the time or memory limit, ends its worker or makes the function raise. It
     is then unscored rather than wrong, and excluded from training (if other reward functions score it, TRL counts the

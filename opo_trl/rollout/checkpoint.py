@@ -33,7 +33,7 @@ logger = get_logger(__name__)
 # Fields that cut a rollout.
 CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
 
-FORMAT = 3  # of the state
+FORMAT = 4  # of the state
 
 
 # Writing and reading
@@ -125,8 +125,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "plain": json.dumps(
             {
                 "settings": settings(trainer),
-                "numbers": {name: getattr(trainer, name) for name in trainer._saved_numbers},
-                "parts": {name: part.state_dict() for name, part in _parts(trainer).items()},
+                "numbers": {name: getattr(*place) for name, place in _numbers(trainer).items()},
                 "metrics": trainer._metrics,
                 "logs": {n: logs[n] for n in logs if n != "images"} if trainer.log_completions else {},
             },
@@ -145,11 +144,9 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
     trainer._tr_loss = state["pending_loss"].to(args.device)
     trainer._total_loss_scalar = -trainer._tr_loss.item()
     plain = json.loads(state["plain"])
-    for name, value in plain["numbers"].items():
-        setattr(trainer, name, value)
-    for name, part in _parts(trainer).items():
-        if name in plain["parts"]:
-            part.load_state_dict(plain["parts"][name])
+    for name, (holder, attribute) in _numbers(trainer).items():
+        if name in plain["numbers"]:  # `max_sampling_rounds` may have changed
+            setattr(holder, attribute, plain["numbers"][name])
     for mode, metrics in plain["metrics"].items():
         trainer._metrics[mode].update(metrics)
     logs: Any = trainer._logs  # name → values of the latest rollout, or name → column → values
@@ -161,9 +158,11 @@ def restore(trainer: Any, state: Mapping[str, Any]) -> None:
             logs[name].extend(kept)
 
 
-def _parts(trainer: Any) -> dict[str, Any]:
-    parts = {"skipped": trainer._skipped, "reward_failures": trainer._reward_failures}
-    return parts | ({"prompts": trainer._prompt_stream} if trainer.args.max_sampling_rounds > 1 else {})
+def _numbers(trainer: Any) -> dict[str, tuple[Any, str]]:
+    """Name of each number of the state, and of which object it is an attribute."""
+    names = [*trainer._saved_numbers, *(["_prompt_stream.position"] if trainer.args.max_sampling_rounds > 1 else [])]
+    paths = {name: name.rpartition(".") for name in names}
+    return {name: (getattr(trainer, part) if part else trainer, last) for name, (part, _, last) in paths.items()}
 
 
 def _plain(value: Any) -> Any:

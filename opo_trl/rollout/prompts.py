@@ -5,8 +5,7 @@ Which prompt comes next: a function of the seed and of the position in the run.
 offers, so it draws from a [`PromptStream`].
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -71,11 +70,3 @@ class PromptStream:
         if not self.shuffle:
             return [*range(self.n_prompts)]
         return np.random.default_rng((self.seed, epoch)).permutation(self.n_prompts).tolist()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The current position, for `load_state_dict`."""
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at what `state_dict` returned."""
-        self.position = state["position"]

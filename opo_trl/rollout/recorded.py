@@ -117,8 +117,6 @@ class Recorded:
     def save(self, trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
         """Write this process's samples of a round of generation to a file, which a resumed run rewrites."""
         accelerator, done = trainer.accelerator, trainer.completions_generated
-        if "tool_mask" in rollout:
-            raise ValueError("save_rollouts=True cannot record tokens that the model has not written. Remove it.")
         logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
         if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
             ids = [torch.tensor(tokens) for tokens in completion_ids]

@@ -1,7 +1,7 @@
 """Optimizer steps by their gradient: which are skipped because it is not finite, and which moved the policy."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,11 +70,3 @@ class SkippedSteps:
         self._schedule_due = False
         if held and not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
-
-    def state_dict(self) -> dict[str, int]:
-        """Numbers for `load_state_dict`."""
-        return {"total": self.total, "in_a_row": self.in_a_row, "moved_at": self.moved_at}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Resume from what `state_dict` returned."""
-        self.total, self.in_a_row, self.moved_at = state["total"], state["in_a_row"], state["moved_at"]

@@ -86,7 +86,7 @@ def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_mode
 
 def test_completions_that_would_all_be_dropped_are_rejected(tiny_model, tmp_path):
     args = scripted.config(tmp_path, max_staleness=2)
-    with pytest.raises(ValueError, match=r"max_staleness=2 drops every completion. Set it to at least 3"):
+    with pytest.raises(ValueError, match=r"max_staleness=2 is not allowed. Set `max_staleness` to at least 3"):
         make(tiny_model, args, staleness=3)
 
 

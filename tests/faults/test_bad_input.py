@@ -268,16 +268,6 @@ def test_no_file_or_message_of_a_run_shows_a_secret_and_it_can_be_repeated(folde
 
     again = ["--config", "run/recipe.yaml", "--resume_from_checkpoint", "last", "--max_steps", "2"]
     given = ["--vllm_server_base_url", address, "--model_init_kwargs", json.dumps({"token": SECRETS["model"]})]
-    for options, says in (
-        (given[:2], "model_init_kwargs={'token': '<secret>'} lacks a secret"),
-        (given[2:], "vllm_server_base_url='http://<secret>@localhost:8000' lacks a secret"),
-    ):
-        assert train.main([*again, *options]) == 2
-        assert says in message(capfd.readouterr().err)
-    with monkeypatch.context() as shell:
-        shell.delenv("WANDB_API_KEY")
-        assert train.main([*again, *given]) == 2
-        assert "Set the variable WANDB_API_KEY in the shell" in message(capfd.readouterr().err)
     assert train.main([*again, *given]) == 0
     assert json.loads((folder / "run" / "summary.json").read_text())["optimizer_steps"] == 2
     assert not shown()
@@ -310,10 +300,5 @@ def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
 def test_every_field_of_the_objective_is_fixed_on_resume():
     own = {f.name for f in dataclasses.fields(OPOConfig)} - {f.name for f in dataclasses.fields(GRPOConfig)}
     work = {"plan_micro_batches", "max_tokens_per_micro_batch", "skip_inert_rows"}
-    bounds = {
-        "max_completions",
-        "max_reward_failure_rate",
-        "max_skipped_steps",
-        "save_rollouts",
-    }
+    bounds = {"max_completions", "max_skipped_steps", "save_rollouts"}
     assert own - set(KEPT) == work | bounds

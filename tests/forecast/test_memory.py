@@ -30,19 +30,19 @@ FLOAT32 = {"weights": 4, "compute": 4, "trained_width": 4}
 TO_SCORE = {"prompt": 1, "completion": 2303}
 
 
-def shape_of(attention: str = "sdpa", **changes: Any) -> memory.Decoder:
+def shape_of(**changes: Any) -> memory.Decoder:
     config = AutoConfig.for_model(**QWEN3_1_7B | changes)
-    config._attn_implementation = attention
+    config._attn_implementation = "sdpa"
     return memory.decoder(config)
 
 
-def planned(*, lora: bool = False, attention: str = "sdpa", **options: Any) -> dict[str, dict[str, float]]:
+def planned(*, lora: bool = False, **options: Any) -> dict[str, dict[str, float]]:
     """A pass of Qwen3-1.7B in bfloat16, with float32 adapters."""
     counts = {"parameters": PARAMETERS + LORA * lora, "trained": LORA if lora else PARAMETERS}
     options = {"trained_width": 4 if lora else 2, **options}
     width = options.get("weights", 2)
     total = PARAMETERS * width + LORA * lora * options["trained_width"]
-    return memory_plan(Run(shape_of(attention), **counts, **{"total": total, **options}))
+    return memory_plan(Run(shape_of(), **counts, **{"total": total, **options}))
 
 
 def peak_of_a_pass(moments: dict[str, dict[str, float]]) -> float:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 from helpers import USE_CPU
-from transformers import AutoTokenizer
 from trl.scripts import grpo
 
 from opo_trl import train
 from opo_trl.checks.files import read_lines
 from opo_trl.launch import recipe
-from opo_trl.launch.data import load_data
 from opo_trl.launch.rewards import load_rewards
 
 
@@ -87,7 +85,7 @@ def write(folder: Path, fields: dict) -> str:
 def test_every_field_of_trls_script_is_one_here():
     theirs = {action.dest for action in grpo.make_parser()._actions} - {"help"}
     assert len(theirs) > 200
-    assert theirs - recipe._fields("opo").keys() == {"streaming"}
+    assert theirs - recipe._fields("opo").keys() == {"streaming", "datasets", "test_split_size"}
 
 
 def test_recipe_trains_as_it_stands(folder: Path, caplog):
@@ -122,24 +120,6 @@ def test_reward_model_comes_first_as_in_trl(folder: Path):
     only = {name: value for name, value in RECIPE.items() if not name.startswith("reward_")}
     script, *_ = recipe.parse(["--config", write(folder, only | {"reward_model_name_or_path": "./model"})])
     assert script.reward_funcs == []
-
-
-def test_mixture_of_datasets(folder: Path):
-    (folder / "more").mkdir()
-    more = [
-        {**row, "prompt": [{"role": "user", "content": f"What is {row['prompt'][0]['content']}"}]} for row in ROWS[:8]
-    ]
-    (folder / "more" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in more))
-    mixture = {"datasets": [{"path": "./data"}, {"path": "./more", "columns": ["prompt", "solution", "source"]}]}
-    fields = {name: value for name, value in RECIPE.items() if name != "dataset_name"} | mixture
-    script, args, *_ = recipe.parse(["--config", write(folder, fields | {"test_split_size": 4})])
-    tokenizer = AutoTokenizer.from_pretrained("./model")
-    data = load_data(script, args, tokenizer)
-    assert len(data.training) == 12
-    assert data.plan.startswith("12 prompts of ./data + ./more (train)")
-    seen = {str(prompt) for prompt in data.training["prompt"]}
-    assert len(data.evaluation) == 4
-    assert not seen & {str(prompt) for prompt in data.evaluation["prompt"]}
 
 
 def test_options_of_accelerate_in_a_recipe(folder: Path):

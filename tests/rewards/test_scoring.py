@@ -240,11 +240,10 @@ def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp
             trainer_class=RecordingOPO,
             trainer_arguments={"reward_funcs": reward},
             max_steps=3,
-            max_reward_failure_rate=1.0,
         )
 
-    plain = run(scorers.none_for_every_third_length, "plain")
-    isolated = run(IsolatedReward(scorers.raise_for_every_third_length, workers=2), "isolated")
+    plain = run(scorers.none_for_every_fourth_length, "plain")
+    isolated = run(IsolatedReward(scorers.raise_for_every_fourth_length, workers=2), "isolated")
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), isolated.model.parameters(), strict=True))
     errors = [entry["reward/errors"] for entry in logged(isolated)]
     assert sum(errors) > 3
@@ -273,4 +272,4 @@ def test_processes_agree_on_the_end(tiny_model, tmp_path):
     assert launch(train_with_failing_scores, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     ends = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
     assert ends[0] == ends[1]
-    assert "of 8 in the last round, 0 by running out of time and 4 by errors" in ends[0]
+    assert "4 of 8 completions could not be scored: 0 by running out of time, 4 by errors" in ends[0]

@@ -28,7 +28,7 @@ def test_every_epoch_of_the_stream_has_every_prompt_once_in_an_order_of_its_own(
     epochs = [drawn[0:7], drawn[7:14], drawn[14:21]]
     assert [sorted(epoch) for epoch in epochs] == [[*range(7)]] * 3
     assert (len({*map(tuple, epochs)}) == 3) is shuffle
-    again.load_state_dict({"position": 5})
+    again.position = 5
     assert again.draw(16) == drawn[5:]
     assert (other.draw(21) != drawn) is shuffle
 

@@ -1,12 +1,10 @@
-"""Rewards as a trainer records them, and completions that isolated ones fail to score."""
-
-from types import SimpleNamespace
+"""Completions that isolated rewards fail to score."""
 
 import pytest
 from accelerate import Accelerator
 
 from opo_trl.rewards.errors import CountingReward, RewardError
-from opo_trl.rollout.scored import RewardFailures
+from opo_trl.rollout.scored import count_failures
 
 
 class Failing(CountingReward):
@@ -14,26 +12,9 @@ class Failing(CountingReward):
         self.timeouts, self.errors = timeouts, errors
 
 
-def failures(limit: float) -> RewardFailures:
-    return RewardFailures(SimpleNamespace(max_reward_failure_rate=limit), Accelerator(cpu=True))
-
-
-def test_failures_are_counted_for_each_log_entry():
-    part = failures(1.0)
-    part.count([len], 8)
-    assert part.take() == {}  # a run without isolated rewards logs nothing
-    for timeouts, errors in ((1, 2), (0, 3)):
-        part.count([len, Failing(timeouts, errors)], 8)
-    assert part.take() == {"reward/timeouts": 1, "reward/errors": 5}
-    assert part.take() == {"reward/timeouts": 0, "reward/errors": 0}
-
-
-def test_resumed_part_ends_the_run_in_the_same_round():
-    part = failures(0.4)
-    for _ in range(4):  # 1 - 0.9⁴ < 0.4 < 1 - 0.9⁵
-        part.count([Failing(8, 0)], 8)
-        resumed = failures(0.4)
-        resumed.load_state_dict(part.state_dict())
-        part = resumed
-    with pytest.raises(RewardError, match=r"max_reward_failure_rate=0\.4"):
-        part.count([Failing(8, 0)], 8)
+def test_failures_are_counted_and_half_end_the_run():
+    accelerator = Accelerator(cpu=True)
+    assert count_failures([len], 8, accelerator) == {}  # a run without isolated rewards logs nothing
+    assert count_failures([len, Failing(1, 2)], 8, accelerator) == {"reward/timeouts": 1, "reward/errors": 2}
+    with pytest.raises(RewardError, match="5 of 8 completions could not be scored: 2 by running out of time, 3 by"):
+        count_failures([Failing(2, 3)], 8, accelerator)
