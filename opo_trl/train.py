@@ -32,14 +32,14 @@ from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .launch import output_dir, preflight
-from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure, table
+from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure
 from .launch.data import Data, load_data
 from .launch.recipe import parse
 from .launch.rewards import load_rewards
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .launch.tools import check_conversations, load_tools
 from .report import run_folder
-from .report.run_report import write_or_say_why
+from .report.run_report import accuracies, accuracy_lines, write_or_say_why
 from .rewards.errors import RewardError
 from .rollout import recorded
 from .rollout.checkpoint import check_resumable
@@ -145,7 +145,7 @@ def run(ready: Run) -> None:
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
     if summary["after"]:
-        trainer.accelerator.print(table(summary.get("before", {}), summary["after"]))
+        trainer.accelerator.print(*accuracy_lines(accuracies(summary)), sep="\n")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()

@@ -8,7 +8,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from ..checks.secrets import Masked
 from ..config import ObjectiveConfig, check_optim_args
-from ..fields import COUNT, POSITIVE, check_fields, setting
+from ..fields import COUNT, POSITIVE, check_fields, require, setting
 
 
 # Field → its possible values: a group is scored on its own, and the server's log-probabilities are the policy's only
@@ -67,27 +67,17 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     def __post_init__(self):
         check_fields(self)
         for name, possible in _POSSIBLE.items():
-            if (value := getattr(self, name)) not in possible:
-                raise ValueError(
-                    f"{name}={value!r} is not possible in asynchronous training, which scores one group at a time and "
-                    f"samples from the policy itself. Remove it, or set it to {possible[-1]!r}."
-                )
+            wanted = f"{possible[-1]!r}: asynchronous training scores one group at a time, and samples from the policy"
+            require((value := getattr(self, name)) in possible, name, value, wanted)
         self.min_p = 0.0
         super().__post_init__()
         self._n_gpu = min(self.n_gpu, 1)  # a process that sees several trains on the first
         self.check_objective()
         check_optim_args(self)
         # How many optimizer steps an epoch has is known when it ends; TRL sets a bound that no run reaches.
-        shares = ("save_steps", "logging_steps", "eval_steps", "warmup_steps")
-        unknown = [name for name in shares if 0 < (getattr(self, name) or 0) < 1]
-        if self.lr_scheduler_type not in ("constant", "constant_with_warmup"):
-            unknown.append("lr_scheduler_type")
-        if self.max_steps <= 0 and unknown:
-            said = " and ".join(f"{name}={getattr(self, name)!r}" for name in unknown)
-            raise ValueError(
-                f"{said} needs the number of optimizer steps, which epochs do not tell in asynchronous training. "
-                "Set `max_steps`."
-            )
+        is_constant = self.lr_scheduler_type in ("constant", "constant_with_warmup")
+        wanted = f"a number of optimizer steps: lr_scheduler_type={self.lr_scheduler_type!r} needs it"
+        require(self.max_steps > 0 or is_constant, "max_steps", self.max_steps, wanted)
 
     @property
     def objective_fields(self) -> SimpleNamespace:

@@ -101,43 +101,29 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     args: AsyncOPOConfig
 
     def __init__(
-        self,
-        model: str,
-        reward_funcs=None,
-        args: AsyncOPOConfig | None = None,
-        train_dataset=None,
-        processing_class=None,
-        callbacks=None,
-        optimizers=(None, None),
-        peft_config=None,
-        tools=None,
-        environment_factory=None,
-        rollout_worker=None,
-        weight_transfer=None,
+        self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, train_dataset=None, **options
     ):
         check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         # TRL's worker, and ours, apply a chat template to every prompt.
-        text = rollout_worker is not None and not hasattr(rollout_worker, "_loop_kwargs")
+        worker = options.get("rollout_worker")
+        text = worker is not None and not hasattr(worker, "_loop_kwargs")
         if not text and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
             raise ValueError(
                 "train_dataset has prompts that are text, but asynchronous training applies a chat template. Set each "
                 'to a list of messages, `[{"role": "user", "content": …}]`.'
             )
         check_models(model, (), args)
-        options: Any = args.model_init_kwargs or {}  # a dict, once parsed
-        plain = options.get("attn_implementation") == "sdpa" or args.device.type == "cpu"
+        given: Any = args.model_init_kwargs or {}  # a dict, once parsed
+        plain = given.get("attn_implementation") == "sdpa" or args.device.type == "cpu"
         # TRL sets the attention itself, and says so if another one is asked for.
         ours = ("attn_implementation", None), ("attn_implementation", "sdpa")
-        args.model_init_kwargs = {name: value for name, value in options.items() if (name, value) not in ours}
+        args.model_init_kwargs = {name: value for name, value in given.items() if (name, value) not in ours}
         with (
             attention.in_pytorch(args.device) if plain else nullcontext(),
             temporarily(async_grpo_trainer, AsyncRolloutWorker=OPORolloutWorker),
         ):
-            super().__init__(
-                *(model, reward_funcs, args, train_dataset, processing_class, callbacks, optimizers, peft_config),
-                *(tools, environment_factory, rollout_worker, weight_transfer),
-            )
+            super().__init__(model, reward_funcs, args, train_dataset, **options)
             if isinstance(self.rollout_worker, AsyncRolloutWorker):
                 check_logprobs(self.vllm_client, args.temperature)
         attention.check_model(self.model)
@@ -159,8 +145,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once, in full rows.
             args.max_steps *= args.num_iterations * 32
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
-        if (options := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
-            options["opo"] = kind(args.objective_fields)  # sent to the worker's process
+        if (sent := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
+            sent["opo"] = kind(args.objective_fields)  # to the worker's process
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """

@@ -25,11 +25,7 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     Check that a model's files hold every tensor of the model: Transformers initializes another at random, and goes on.
 
     The files are loaded onto the `meta` device, which reads their headers only. Quantized ones are not checked.
-
-    Args:
-        field, path (`str`): field that names the model, and its folder or id on the Hub.
-        options (`Mapping`): the options of `from_pretrained` that training uses, `model_init_kwargs`.
-        scores (`bool`): whether it is a reward model. Another is of the class that its configuration names.
+    `field` names the model, `options` are those of `from_pretrained` in training; a reward model `scores`.
 
     Raises:
         `ValueError`: a tensor is missing, or the attention is code from the Hub that only the configuration names.

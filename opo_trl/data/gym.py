@@ -38,13 +38,11 @@ def make_problems(
     Draw the problems of a task, whose `name` begins with `"reasoning_gym/"`.
 
     The splits `"train"` and `"test"` have different seeds, but may share problems in tasks with few. `levels` are
-    those of the task's curriculum, from `"0"`: all its attributes are set to this level, or to their highest; `None`
-    for the task without its curriculum. `settings` are those of the task's dataset: `size` is the number of problems
-    of each level, and `seed` that of the training split, 0 by default.
+    those of the task's curriculum, from `"0"`, at which all its attributes are set, or to their highest; `None`: no
+    curriculum. `settings` are those of the task's dataset: `size` (of each level), `seed` (of the training split).
 
     Returns:
-        `list[dict]`: rows with the columns `problem`, `solution` (the task's answer, or `None` if it has none),
-        `level` and what [`gym_reward`] reads, `task` and `entry`.
+        `list[dict]`: rows with the columns `problem`, `solution` (may be `None`), `level`, `task` and `entry`.
 
     Raises:
         `ValueError`: there is no such task, split, level or setting, or reasoning-gym is not installed.

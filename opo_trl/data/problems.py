@@ -54,10 +54,8 @@ def load_problems(
 
     Args:
         dataset_name (`str`):
-            A name in [`EMBEDDED`], such as `"arithmetic"`; a task of reasoning-gym, such as
-            `"reasoning_gym/countdown"` ([`gym.make_problems`]), whose `settings` are the last argument; or a local
-            file or folder, or a dataset on the Hub, such as `"DigitalLearningGmbH/MATH-lighteval"` for MATH
-            ([`files.load_rows`]).
+            A name in [`EMBEDDED`]; a task of reasoning-gym, such as `"reasoning_gym/countdown"`, with its `settings`
+            ([`gym.make_problems`]); or a local file or folder, or a dataset on the Hub ([`files.load_rows`]).
         dataset_config (`str`, *optional*), split (`str`, *optional*, defaults to `"train"`):
             Configuration and split to load.
         levels (`list[str]`, *optional*):
@@ -66,8 +64,8 @@ def load_problems(
             Fraction of the selected levels to keep, in (0, 1]: a random subset of `round(fraction * n)` rows. With the
             same seed, a larger fraction contains a smaller one.
         columns (`dict[str, str]`, *optional*):
-            Maps `problem`, `solution` or `level` to columns of the dataset, such as
-            `{"problem": "question", "solution": "answer"}`; see [`take`]. What was taken is logged if a name differs.
+            Maps `problem`, `solution` or `level` to columns of the dataset, such as `{"problem": "question"}`; see
+            [`take`]. What was taken is logged if a name differs.
 
     Returns:
         `Dataset`: Rows with the columns `problem`, `solution` and, if the dataset has it, `level`. Rows of

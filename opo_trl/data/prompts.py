@@ -35,8 +35,7 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
             Rows with the columns `problem` and `solution`, from [`load_problems`].
         style (`str`, *optional*, defaults to `"chat"`):
             `"chat"`: a conversation with one user message, the problem and the instruction. A solution without a box
-            cannot be used, unless none has one: then they are taken for final answers. `"plain"`: the problem
-            unchanged, for a model without a chat template. A solution without a box is kept unchanged.
+            cannot be used, unless none has one. `"plain"`: the problem unchanged, for a model without a chat template.
         instruction (`str`, *optional*):
             What the user message asks for after the problem; nothing if it is empty. `"plain"` ignores it.
 
@@ -105,8 +104,7 @@ def drop_long_prompts(
         dataset (`Dataset`), tokenizer (`PreTrainedTokenizerBase`):
             Rows with the column `prompt`, from [`to_prompts`], and the trainer's tokenizer.
         max_prompt_length (`int`):
-            Longest prompt to keep, in tokens as the model gets it: with the chat template applied, including the start
-            of the answer that the template adds.
+            Longest prompt to keep, in tokens as the model gets it, with the chat template.
         chat_template_kwargs (`dict[str, Any]`, *optional*):
             The trainer's, such as `{"enable_thinking": False}`, which adds four tokens to a prompt of Qwen3.
 

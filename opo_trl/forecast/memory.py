@@ -14,19 +14,16 @@ bytes of an element in matrix products, N the number of processes, R and L DeepS
 | ZeRO-3 | B/N | bΨ/N | 12Ψ/N | (R + min(R, Ψ))b | min(P, L)·B/P | (4 + b)Ψ/N |
 | FSDP2 | B/N | cΨ, then bΨ/N | 2bΨ/N | | embedding and three layers, in c | |
 
-- ZeRO's 12 are a float32 master copy and two float32 moments, whatever the model's dtype: the 2Ψ + 2Ψ + 12Ψ of
-  Rajbhandari et al. (2020, arXiv:1910.02054). Otherwise the moments have the dtype of the parameters:
-  `dtype: bfloat16` means bfloat16 moments and no master copy. FSDP2 under bf16 makes trained weights float32: b = 4.
+- ZeRO's 12 are a float32 master copy and two float32 moments (Rajbhandari et al., 2020, arXiv:1910.02054). Otherwise
+  the moments have the dtype of the parameters, without a master copy. FSDP2 under bf16 makes trained weights float32.
 - ZeRO-2 holds its part of the gradients twice: the accumulated ones, and those of the micro-batch. FSDP2 reduces only
   in the last micro-batch of a step, and holds unsharded gradients until then.
-- DDP's buckets are a second copy of the gradients. ZeRO's are one buffer, of size R even if Ψ is small, and a copy of
-  what is being reduced; ZeRO-3 never frees the buffer, ZeRO-2 frees it after each backward pass.
-- ZeRO's step makes a flat copy of its part of the gradients, and a float32 one unless it is float32 already.
+- DDP's buckets are a second copy of the gradients. ZeRO's are one buffer and a copy of what is being reduced; ZeRO-3
+  never frees the buffer. ZeRO's step makes a flat copy of its part of the gradients, and one in float32.
 
 Activations are those of a Llama-style decoder (RMSNorm, gated MLP, rotary positions) as Transformers runs it, op by
-op: [`_layer`] and [`_head`]. `HEADROOM`, a tenth of the device, is for what is left out: the CUDA context (about
-0.5 GB), NCCL's buffers (0.2–1 GB), cuBLAS workspaces, and fragmentation of the allocator (5–10 %). Rollouts are small:
-30 bytes a token, or 3 MB for 48 completions of 2,304 tokens.
+op (`_layer`, `_head`). `HEADROOM`, a tenth of the device, is for the CUDA context, NCCL's buffers, workspaces and
+fragmentation of the allocator. Rollouts are small: 30 bytes a token.
 """
 
 from dataclasses import dataclass

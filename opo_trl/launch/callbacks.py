@@ -10,9 +10,9 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from ..checks.files import append_lines, read_lines, write_json, write_lines
-from ..checks.text import one_line
 from ..evaluate import Decoding, evaluate
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY, by_decoding
+from ..report.run_folder import COMPLETIONS, LOG, SUMMARY
+from ..report.run_report import accuracies, accuracy_lines
 from ..trainer import OPOTrainer
 
 
@@ -23,17 +23,6 @@ def measure(trainer: OPOTrainer, data: Mapping[str, Dataset], samples: int) -> d
         level: {way: evaluate(trainer, problems, decoding=way, samples=n).summary() for way, n in ways.items()}
         for level, problems in data.items()
     }
-
-
-def table(before: Mapping[str, Any], after: Mapping[str, Any] | None = None) -> str:
-    """Accuracies with their intervals as text, one line per level and decoding; blank where unknown."""
-    both = by_decoding(before), by_decoding(after or {})
-    cell = "{accuracy:6.1%} [{low:.1%}, {high:.1%}]"
-    lines = [f"{'accuracy (95 % interval)':<26}{'before':<26}{'after' if after else ''}"]
-    for name in both[0] | both[1]:
-        first, last = (cell.format_map(results[name]) if name in results else "" for results in both)
-        lines.append(f"{one_line(name, 80):<26}{first:<26}{last}")
-    return "\n".join(line.rstrip() for line in lines)
 
 
 class LogFile(TrainerCallback):
@@ -91,7 +80,7 @@ class ReportBefore(TrainerCallback):
         if state.is_world_process_zero:
             write_json(Path(args.output_dir) / SUMMARY, self.summary)
         if self.summary.get("before"):
-            self.trainer.accelerator.print(table(self.summary["before"]), flush=True)
+            self.trainer.accelerator.print(*accuracy_lines(accuracies(self.summary)), sep="\n", flush=True)
         self.seconds = time.perf_counter() - started
 
 

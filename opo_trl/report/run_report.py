@@ -41,12 +41,15 @@ def report(folders: Sequence[Path], output: Path | None) -> None:
     else:
         content = describe(folders[0])
         print(*map(printable, (str(folders[0]), *content["summary"])))
-        for name, *cells in content["accuracies"]:
-            print(f"{printable(name)}: {' → '.join(cells)}")
-        print(*(verdict.line for verdict in content["verdicts"]), sep="\n")
+        print(*accuracy_lines(content["accuracies"]), *(verdict.line for verdict in content["verdicts"]), sep="\n")
     if output is not None:
         files.write(output, table if folders[1:] else page(content))
         print(printable(str(output)))
+
+
+def accuracy_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of [`accuracies`] as lines of a terminal."""
+    return [f"{printable(name)}: {' → '.join(cells)}" for name, *cells in rows]
 
 
 def page(content: Mapping[str, Any]) -> str:
@@ -87,7 +90,7 @@ def describe(folder: Path) -> dict[str, Any]:
             conclusion(verdicts),
         ],
         "plan": files.read_text(folder / run_folder.PLAN),
-        "accuracies": _accuracies(summary),
+        "accuracies": accuracies(summary),
         "verdicts": verdicts,
         "spark": spark,
         "beyond": [verdict for verdict in verdicts if verdict.remedy],
@@ -102,7 +105,7 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
     return f"Not finished: {step:,}{wanted} optimizer steps."
 
 
-def _accuracies(summary: dict[str, Any]) -> list[list[str]]:
+def accuracies(summary: Mapping[str, Any]) -> list[list[str]]:
     """Rows of level and decoding, accuracies before and after; and one for pass@k with the largest k."""
     before, after = (run_folder.by_decoding(summary.get(time, {})) for time in ("before", "after"))
     rows = []

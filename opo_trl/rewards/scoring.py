@@ -48,25 +48,20 @@ class IsolatedReward(CountingReward):
     It works in `reward_funcs` of every TRL trainer. [`OPOTrainer`] also logs how many completions were unscored, and
     stops the run if these are half of a round's completions.
 
-    A completion scores `None` if it exceeds the time or memory limit, ends its worker or makes the function raise. It
-    is then unscored rather than wrong, and excluded from training (if other reward functions score it, TRL counts the
-    missing score as 0). One warning per call counts these completions and shows the first error; `timeouts` and
-    `errors` have the numbers of the last call.
+    A completion scores `None` if it exceeds the time or memory limit, ends its worker or makes the function raise: it
+    is unscored rather than wrong, and excluded from training. One warning per call counts these completions;
+    `timeouts` and `errors` have the numbers of the last call.
 
     Args:
         reward (`Callable`):
-            Reward function with TRL's signature that scores each completion independently: it is called with lists of
-            one completion and its columns, without `trainer_state`, `log_extra`, `log_metric` and `environments`. It
-            must be importable from a module other than the main script, which workers never import; columns must be
-            picklable. Processes that it starts are its own to end.
+            Reward function with TRL's signature, of a module other than the main script. It is called with lists of
+            one completion and its columns, which must be picklable, and without what the trainer adds.
         workers (`int`, *optional*, defaults to `4`):
-            Number of worker processes. They start at the first call, and end with this process, with `close()`, or
-            when this object is garbage-collected.
+            Worker processes. They start at the first call, and end with this process, `close()` or this object.
         timeout (`float`, *optional*, defaults to `30.0`):
             Wall-clock limit per completion in seconds. A worker that exceeds it is killed, even in native code.
         memory (`int`, *optional*, defaults to `2048`):
-            Memory that a worker may allocate in MiB, at least 512: Linux's RLIMIT_DATA, which unlike the address space
-            does not count the code of libraries. Ignored on macOS.
+            Memory that a worker may allocate in MiB, at least 512 (Linux's RLIMIT_DATA; ignored on macOS).
 
     Example:
 

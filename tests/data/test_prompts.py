@@ -29,8 +29,6 @@ class TestPrompts:
         prompts = to_prompts(make(("47+38-16=", "85-16=69"), (" What?\n", r"\boxed{2}")), style="plain")
         assert prompts["prompt"][:] == ["47+38-16=", " What?\n"]
         assert prompts["solution"][:] == ["85-16=69", "2"]
-        with pytest.raises(ValueError, match=r"style='Chat' must be"):
-            to_prompts(make(("What?", r"\boxed{2}")), style="Chat")
 
     def test_unusable_rows_are_counted_and_named(self, caplog: pytest.LogCaptureFixture):
         bad = [("empty box", r"\boxed{}"), ("no box", "1"), ("  ", r"\boxed{1}"), ("no solution", None)]

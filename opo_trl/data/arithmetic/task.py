@@ -6,10 +6,6 @@ A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of w
 `85-16=69`, one character per token; the number after the last `=` is the answer. "Level 2" means two operations. Every
 operand and running result lies between 10 and 99, so that all problems of a level have the same length and no number
 needs a sign.
-
-To print a few:
-
-    python -c "from opo_trl.data.arithmetic import make_problems as m; print(*m('test', ['Level 3'])[:3], sep='\\n')"
 """
 
 import random
@@ -112,12 +108,8 @@ def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **
     """
     Reward 1.0 for a completion whose final answer is right, and 0.0 for any other.
 
-    The answer is everything after the last `=` of the completion (the whole completion if it has none), and must equal
-    the last number of the solution exactly. So anything around the number is wrong (`69 `, `69+`, `+69`, `069`), and
-    so is a right number followed by another (`69=70`).
-
-    As with MATH, only the answer counts: the chain before it is not checked and may be omitted. Of a conversation, the
-    last message counts.
+    The answer is everything after the last `=` of the completion, or all of it, and must equal the last number of the
+    solution exactly: `69 `, `+69`, `069` and `69=70` are wrong. The chain before it is not checked.
     """
     pairs = zip(map(text_of, completions), solution, strict=True)
     return [float(text.rpartition("=")[2] == worked.rpartition("=")[2]) for text, worked in pairs]
