@@ -25,31 +25,23 @@ class OPOScriptArguments(ScriptArguments):
     trainer: str = setting("opo", "`opo`, or `async_opo` for asynchronous training.")
     reward_funcs: list[str] | None = setting(
         None,
-        "Reward functions: `accuracy_reward`, `arithmetic_reward`, `gym_reward`, TRL's "
-        "`reasoning_accuracy_reward`, `think_format_reward` and `soft_overlong_punishment`, or dotted import paths. "
-        "The first one defines what counts as correct. By default `gym_reward` for the tasks of reasoning-gym, none "
-        "with a reward model or an environment, and `accuracy_reward` for all else.",
+        "Reward functions, by name ([`~launch.rewards`]) or dotted import path. The first says what is correct. By "
+        "default `gym_reward` for reasoning-gym, none with a reward model or environment, else `accuracy_reward`.",
     )
     reward_model_name_or_path: str | None = setting(
         None, "Reward model to add to the reward functions, as the last one; its weight is the first, as in TRL."
     )
     overlong_cache: Annotated[int | None, COUNT] = setting(
-        None,
-        "Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1. TRL's "
-        "`get_soft_overlong_punishment` has fixed limits of 1,280 and 256 tokens.",
+        None, "Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1."
     )
     tools: list[str] | None = setting(
         None, "Functions that the model can call, by dotted import path, each with a docstring and type hints."
     )
     environment_factory: str | None = setting(
-        None,
-        "Dotted import path of what makes environments, whose public methods the model can call: `reset` begins a "
-        "conversation, and `get_reward`, if there is one, is a reward after those of `reward_funcs`.",
+        None, "Dotted import path of what makes environments, whose public methods the model can call."
     )
     reward_workers: Annotated[int, COUNT_OR_ZERO] = setting(
-        4,
-        "Worker processes per node that run `accuracy_reward` or `gym_reward`; 0 scores in the training processes, "
-        "where all other rewards run.",
+        4, "Processes per node that run `accuracy_reward` or `gym_reward`; 0: in the training processes."
     )
     reward_timeout: Annotated[float, POSITIVE] = setting(
         30.0, "Seconds a worker has to score one completion. After that the completion is unscored, not wrong."
@@ -58,14 +50,10 @@ class OPOScriptArguments(ScriptArguments):
         2048, "Memory a worker can allocate to score one completion, in MiB, at least 512."
     )
     test_fraction: Annotated[float | None, PART] = setting(
-        None,
-        "Share of the training split's problems to hold out, in place of `dataset_test_split`. By default a fifth of "
-        "a dataset that is one file, if anything is measured on held-out problems.",
+        None, "Share of problems to hold out, in place of `dataset_test_split`; a fifth of a single file."
     )
     columns: dict | str | None = setting(
-        None,
-        "Maps our column names to the dataset's, such as `{problem: question, solution: answer}`; those of most "
-        "public datasets are recognized. With `prompt_style: dataset`: new name → old name.",
+        None, "Our column → the dataset's, such as `{problem: question, solution: answer}`; most are recognized."
     )
     dataset_settings: dict | str | None = setting(
         None, "Settings of a task of reasoning-gym, such as `{size: 5000, min_numbers: 3}`."
@@ -78,22 +66,16 @@ class OPOScriptArguments(ScriptArguments):
         42, "Seed that selects the problems to train on, and those for validation and report."
     )
     prompt_style: _Style | None = setting(
-        None,
-        "`chat`: a user message with the problem and `instruction`; `plain`: the problem alone; `dataset`: the "
-        "dataset's own `prompt` column, the default where there is one and `columns` names no problem.",
+        None, "`chat` (with `instruction`), `plain` (the problem alone) or `dataset` (its own column `prompt`)."
     )
     instruction: str | None = setting(
-        None,
-        "Instruction that follows the problem in a chat prompt; by default, it asks for the answer in the form that "
-        "the reward reads.",
+        None, "What follows the problem in a chat prompt; by default, in which form the reward reads answers."
     )
     max_prompt_length: Annotated[int | None, COUNT] = setting(
         None, "Maximum length of a prompt in tokens; longer prompts are dropped and counted."
     )
     validation_levels: list[str] | None = setting(
-        None,
-        "Levels of the test problems to solve every `validation_steps`. With TRL's `eval_strategy`, all problems of "
-        "these levels are the evaluation dataset.",
+        None, "Levels of the test problems to solve every `validation_steps`, and for `eval_strategy`."
     )
     validation_size: Annotated[int, COUNT] = setting(100, "Number of these problems.")
     validation_steps: Annotated[int | None, COUNT] = setting(
@@ -101,9 +83,7 @@ class OPOScriptArguments(ScriptArguments):
     )
     validation_decoding: Decoding = setting("sampled", "Decoding of the validation.")
     report_levels: list[str] | None = setting(
-        None,
-        "Levels on which accuracy is reported before and after training; `[all]` reports on all problems together, "
-        "`[]` on nothing. By default the levels of training, or all problems, if there are answers.",
+        None, "Levels to report accuracy on before and after; `[all]` together, `[]` none; default: trained ones."
     )
     report_size: Annotated[int, COUNT] = setting(500, "Number of test problems per reported level.")
     report_samples: Annotated[int, COUNT] = setting(
@@ -113,9 +93,7 @@ class OPOScriptArguments(ScriptArguments):
         False, "Whether to move an earlier run in `output_dir` aside, to a folder with the ending `-2`, `-3` …"
     )
     accelerate_config: str | None = setting(
-        None,
-        "Accelerate configuration that `opo-trl train` launches with: a file, relative to the current folder or to "
-        "the recipe's, or the name of one of TRL's (`single_gpu`, `multi_gpu`, `zero2`, …).",
+        None, "Accelerate configuration to launch with: a file, from here or the recipe, or a name of TRL's."
     )
 
     def __post_init__(self):

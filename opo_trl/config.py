@@ -30,23 +30,17 @@ class ObjectiveConfig:
     """
 
     objective: str | None = setting(
-        None,
-        "`'opo'`, the default: the paper's objective, [`OPO`]; `'topr'`, [`TOPR`]; `'grpo'`, `'gspo'`, `'dr_grpo'`, "
-        "`'dapo'`, `'cispo'`, `'sapo'` or `'vespo'`: TRL's loss of that name ([`~opo_trl.objectives`]); or the dotted "
-        "path of a subclass of [`Objective`].",
+        None, "`'opo'`, `'topr'`, a loss of TRL's ([`~opo_trl.objectives`]), or the dotted path of an [`Objective`]."
     )
     loss_type: str | None = setting(None, "TRL's name of an objective, for scripts that set it.")
     push: Push = setting(
-        "reward",
-        "Of TOPR: what pushes a completion: `'reward'`: its reward less the mean of its group; `'advantage'`; "
-        "`'escort'`: OPO's centred escort weight.",
+        "reward", "Of TOPR, the push: `'reward'` less its group's mean, `'advantage'`, or OPO's `'escort'` weight."
     )
     positive_bounds: list[float] = setting(
         lambda: [1.0, 1.0], "Of TOPR: bounds on the weight π/π_k of a completion whose push is positive."
     )
     negative_bounds: list[float] = setting(
-        lambda: [0.0, 1.0],
-        "The same where the push is negative. `[0, 2]` for both with `push: reward` is truncated REINFORCE.",
+        lambda: [0.0, 1.0], "The same where it is negative. `[0, 2]` for both is truncated REINFORCE."
     )
     alpha: Annotated[float, FRACTION] = setting(
         0.4, r"Escort exponent α in `[0, 1]`. At 1 nothing is learned; 0 gives the oracle P\* ∝ exp(A/τ)."
@@ -59,40 +53,29 @@ class ObjectiveConfig:
     )
     temperature_range: list[float] = setting(lambda: [0.2, 1.5], "Lowest and highest adaptive τ.")
     anchor_correction: AnchorCorrection = setting(
-        "absorbed",
-        "How log π_k enters the escort weight: `'absorbed'`: not at all, since the samples come from π_k; "
-        "`'length_normalized'`: as the mean per token; `'sequence'`: as the sum over the completion.",
+        "absorbed", "How log π_k enters the escort weight: not at all, as its mean per token, or as its sum."
     )
     drive_scaling: DriveScaling = setting(
-        "none",
-        "Divisor of the drive g = ω − E[ω]: its standard deviation over the `'group'` or the rollout (`'batch'`).",
+        "none", "Divisor of the drive g: its standard deviation over the `'group'` or the rollout (`'batch'`)."
     )
     mu: Annotated[float | None, POSITIVE] = setting(
-        None,
-        "χ² coefficient μ, the paper's stiffness: 0.3 unless `chi2_radius` is set. It has no effect when a rollout "
-        "serves a single step; `docs/choosing.md` says how to choose it.",
+        None, "χ² coefficient μ: 0.3 unless `chi2_radius` is set. No effect when a rollout serves a single step."
     )
     chi2_radius: Annotated[float | None, POSITIVE] = setting(
         None, "χ² radius ε of the target: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`."
     )
     positivity: Positivity = setting(
-        "none",
-        r"How to keep 1 + v\* ≥ 0: `'stiffen'` (raise μ as much as needed), `'clip'` (v\* ≥ −1 + "
-        r"`positivity_epsilon`) or `'project'` (on the simplex of each group).",
+        "none", r"How to keep 1 + v\* ≥ 0: `'stiffen'` μ, `'clip'` v\*, or `'project'` it on each group's simplex."
     )
     positivity_epsilon: Annotated[float, PART] = setting(1e-3, "Margin of `positivity='clip'`, in `(0, 1)`.")
     log_ratio_reduction: Reduction = setting(
-        "sum",
-        "`'sum'`: Δ is the log-ratio of the whole completion, and the loss is divided by the mean length. `'mean'`: Δ "
-        "is divided by the completion's length T, so the trust region is T times softer at the same μ.",
+        "sum", "Δ of a completion: the `'sum'` over tokens, or the `'mean'`, with a trust region T times softer."
     )
     log_ratio_clamp: Annotated[float | None, POSITIVE] = setting(
         None, "Bound on the value of |Δ|, not on its gradient: by default 20 for `'sum'` and 5 for `'mean'`."
     )
     ratio_form: RatioForm = setting(
-        "truncated",
-        "`'truncated'`: the gradient of the χ²-regularized reward, with π/π_k bounded at 2; `'log'`: the paper's "
-        "surrogate, in u = Δ; `'exact'`: in u = π/π_k − 1. Off-policy, the last two have the weight min(π/π_k, 2).",
+        "truncated", "Loss in π/π_k, bounded at 2; or the paper's, in u = Δ (`'log'`) or in u = π/π_k − 1 (`'exact'`)."
     )
 
     def check_objective(self) -> None:
@@ -150,16 +133,14 @@ def check_optim_args(args: Any) -> None:
 
 
 _CONTENT = """
-    trainer dataset_name dataset_config dataset_train_split dataset_test_split dataset_settings datasets columns levels
-    fraction subset_seed test_fraction test_split_size prompt_style instruction max_prompt_length tools
-    environment_factory rollouts rollouts_model chat_template_kwargs
-    num_generations max_completion_length max_tool_calling_iterations max_sampling_rounds max_staleness temperature
+    trainer dataset_name dataset_config dataset_train_split dataset_test_split dataset_settings columns levels fraction
+    subset_seed test_fraction prompt_style instruction max_prompt_length tools environment_factory rollouts rollouts_model
+    chat_template_kwargs num_generations max_completion_length max_tool_calling_iterations max_sampling_rounds max_staleness temperature
     top_p top_k min_p repetition_penalty generation_kwargs vllm_structured_outputs_regex
     reward_funcs reward_model_name_or_path reward_weights overlong_cache scale_rewards multi_objective_aggregation
     importance_sampling_level epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos vespo_k_neg
     vespo_k_pos vespo_lambda_neg vespo_lambda_pos beta use_bias_correction_kl sync_ref_model ref_model_sync_steps
-    ref_model_mixup_alpha entropy_coef use_adaptive_entropy entropy_target entropy_coef_delta entropy_coef_min
-    entropy_coef_max top_entropy_quantile off_policy_mask_threshold mask_truncated_completions router_aux_loss_coef
+    ref_model_mixup_alpha entropy_coef top_entropy_quantile off_policy_mask_threshold mask_truncated_completions router_aux_loss_coef
     vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_cap
     vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max
 """
@@ -181,25 +162,15 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     """
 
     max_sampling_rounds: Annotated[int, COUNT] = setting(
-        1,
-        "Maximum rounds of generation per rollout. With 2 or more, sampling is dynamic, as in DAPO: groups whose "
-        "completions all have the same reward are replaced by groups of new prompts.",
+        1, "Most rounds of generation per rollout: from 2, zero-variance groups are replaced, as in DAPO."
     )
     max_staleness: Annotated[int, COUNT_OR_ZERO] = setting(
-        0,
-        "Number of earlier rollouts from which the passes after the first (`num_iterations`) draw groups besides the "
-        "current one; see [`~rollout.replay`].",
+        0, "Earlier rollouts from which passes after the first draw groups, too: [`~rollout.replay`]."
     )
     rollouts: str | None = setting(
-        None,
-        "Recorded rollouts to train on, in place of `train_dataset` and generation: a file, folder or dataset on "
-        "the Hub, as [`~data.rollouts.load_rollouts`] reads it.",
+        None, "Recorded rollouts to train on, in place of `train_dataset`: [`~data.rollouts.load_rollouts`]."
     )
-    rollouts_model: str | None = setting(
-        None,
-        "Model that wrote the recorded completions, folder or Hub id, to compute log-probabilities that are not "
-        "recorded.",
-    )
+    rollouts_model: str | None = setting(None, "Model that wrote them, for log-probabilities that are not recorded.")
     save_rollouts: bool = setting(
         False, "Whether to record all completions of training in the folder `rollouts` of `output_dir`."
     )
@@ -207,24 +178,16 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         None, "Number of completions to generate for training: the run ends with the first rollout that reaches it."
     )
     max_skipped_steps: Annotated[int, COUNT] = setting(
-        10,
-        "Number of consecutive optimizer steps with a non-finite gradient, which are skipped, after which the run "
-        "saves a checkpoint and ends.",
+        10, "Optimizer steps in a row with a non-finite gradient, which are skipped, that end the run."
     )
     plan_micro_batches: bool = setting(
-        True,
-        "Whether to sort the samples of an optimizer step by length before they are cut into micro-batches, trim "
-        "each micro-batch to its longest sample, and exchange samples so that all processes compute about the "
-        "same number of tokens (`docs/performance.md`).",
+        True, "Whether to cut optimizer steps by the lengths of samples, evenly over processes."
     )
     max_tokens_per_micro_batch: Annotated[int | None, COUNT] = setting(
-        None,
-        "Maximum number of tokens in a planned micro-batch, including padding, so long samples get smaller ones.",
+        None, "Most tokens in a planned micro-batch, with padding: long samples get smaller ones."
     )
     skip_inert_rows: bool = setting(
-        True,
-        "Whether to skip completions with g = 0 where their gradient is 0. They count in every mean except `entropy`, "
-        "`clip_ratio/*` and, off-policy, those of log-ratios.",
+        True, "Whether to skip completions without a gradient; only some means leave them out, as `entropy`."
     )
 
     def __post_init__(self):

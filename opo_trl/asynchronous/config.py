@@ -56,9 +56,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     vespo_k_neg: Annotated[float, POSITIVE] = setting(3.0, "VESPO's power elsewhere.")
     vespo_lambda_neg: Annotated[float, POSITIVE] = setting(2.0, "VESPO's decay elsewhere.")
     num_iterations: Annotated[int, COUNT] = setting(
-        1,
-        "Optimizer steps over the same completions. Set `weight_sync_steps` to the same number to send weights after "
-        "the last one.",
+        1, "Optimizer steps over the same completions; set `weight_sync_steps` to as many."
     )
     max_skipped_steps: Annotated[int, COUNT] = setting(
         10, "Consecutive optimizer steps with a non-finite gradient that end the run."

@@ -36,9 +36,7 @@ class AsyncRecipeConfig(AsyncOPOConfig):
     """What a recipe with `trainer: async_opo` can set: [`AsyncOPOConfig`], and who generates."""
 
     in_process_staleness: Annotated[int | None, COUNT_OR_ZERO] = setting(
-        None,
-        "Generate in the training process, on the CPU and without a vLLM server, with a policy this many versions "
-        "old; see [`~asynchronous.in_process.InProcessWorker`].",
+        None, "Generate in this process, by a policy this many versions old, without a vLLM server."
     )
     dtype: str | None = field(default="float32", init=False)  # a field of `ModelConfig`, too: a recipe sets that one
 
