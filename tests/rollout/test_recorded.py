@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from datasets import Dataset
 from helpers import (
     PROMPTS,
+    SMALL,
     RecordingOPO,
     distance,
     even_tokens,
@@ -215,11 +215,9 @@ def test_a_new_run_in_a_folder_moves_the_rollouts_of_an_earlier_one(tiny_model, 
     ("row", "said"),
     [
         ({"prompt": [{"role": "user", "content": "1"}, {"content": "2"}]}, "`prompt` is [{"),
-        ({"completion": [{"role": "user", "content": "2"}]}, "`completion` is"),
         ({"completion_ids": []}, "`completion_ids` is"),
         ({"logprobs": [-1.0]}, "'logprobs', which is not used. Add `completion_ids`"),
-        ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "`logprobs` is [-1.0]. Write for each of the tokens"),
-        ({"completion_ids": [1], "logprobs": [0.5]}, "`logprobs` is [0.5]"),
+        ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "`logprobs` is [-1.0]"),
         ({"completion_ids": [1, 2], "completion_mask": [1, 2]}, "`completion_mask` is [1, 2]"),
         ({"completion_ids": [1, 2], "loss_mask": [0, 1]}, "'loss_mask', which is not used."),
         ({"reward": "good"}, "`reward` is 'good'"),
@@ -309,52 +307,34 @@ def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tm
         replayed(tiny_model, tmp_path, written(tmp_path, other), max_steps=1)
 
 
-# In a recipe
-
-
-@pytest.fixture
-def recipe(tmp_path) -> Path:
-    """Training on completions of the embedded task that are half right, by the embedded base model."""
-    problems = make_problems("train", ["Level 1"])[:16]
-    texts = [(row, row["solution"] if right else "1") for row in problems for right in (True, True, False, False)]
-    rows = [{"prompt": row["problem"], "completion": text, "solution": row["solution"]} for row, text in texts]
+def test_recipe_trains_on_rollouts_and_measures_on_other_problems(tmp_path):
+    """Completions of the embedded task that are half right, by the embedded base model; of 20 problems, 4 are new."""
+    data = tmp_path / "data"
+    data.mkdir()
+    problems = [*make_problems("train", ["Level 1"])]
+    asked = [{"prompt": row["problem"], "solution": row["solution"]} for row in problems]
+    written(data, asked[:20], "test.jsonl")
+    written(data, asked[20:24], "train.jsonl")
+    texts = [(row, row["solution"] if right else "1") for row in asked[:16] for right in (True, True, False, False)]
     fields = {
+        **SMALL,
         "output_dir": str(tmp_path / "run"),
         "model_name_or_path": "arithmetic",
-        "rollouts": written(tmp_path, rows),
+        "dataset_name": str(data),
+        "report_levels": "all",
+        "rollouts": written(tmp_path, [{**row, "completion": text} for row, text in texts]),
         "rollouts_model": "arithmetic",
-        "reward_funcs": ["arithmetic_reward"],
+        "reward_funcs": "arithmetic_reward",
         "per_device_train_batch_size": 16,
         "gradient_accumulation_steps": 1,
         "num_generations": 4,
         "max_completion_length": 32,
         "max_steps": 4,
         "learning_rate": 1e-4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
     }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
-    return tmp_path / "recipe.yaml"
-
-
-def test_recipe_with_rollouts_alone(recipe):
-    assert main(["--config", str(recipe)]) == 0
-    run = recipe.parent / "run"
-    assert "recorded in" in (run / "plan.txt").read_text()
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert main([word for name, value in fields.items() for word in (f"--{name}", str(value))]) == 0
+    assert "recorded in" in (tmp_path / "run" / "plan.txt").read_text()
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [entry["reward"] for entry in log if "reward" in entry] == [0.5] * 4
-    (recipe.parent / "rows.jsonl").unlink()
-    assert main(["--config", str(recipe), "--output_dir", str(recipe.parent / "other")]) == 2
-
-
-def test_recipe_measures_on_other_problems_than_those_of_the_rollouts(recipe, capsys):
-    held_out = [{"prompt": row["problem"], "solution": row["solution"]} for row in make_problems("train", ["Level 1"])]
-    written(recipe.parent, held_out[:20], "test.jsonl")
-    written(recipe.parent, held_out[20:24], "train.jsonl")
-    words = ["--config", str(recipe), "--dataset_name", str(recipe.parent), "--report_levels", "all"]
-    assert main(words) == 0
-    summary = json.loads((recipe.parent / "run" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["all"]["greedy"]["scored"] == 4
