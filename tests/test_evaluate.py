@@ -192,8 +192,7 @@ def state_of(trainer: GRPOTrainer) -> dict:
 @pytest.mark.parametrize(
     ("trainer_class", "options", "training"),
     [
-        pytest.param(OPOTrainer, {}, True, id="OPO, in training mode"),
-        pytest.param(OPOTrainer, CONTINUOUS, False, id="OPO, continuous batching, in evaluation mode"),
+        pytest.param(OPOTrainer, CONTINUOUS, True, id="OPO, continuous batching, in training mode"),
         pytest.param(GRPOTrainer, {}, False, id="GRPO, in evaluation mode"),
     ],
 )
@@ -247,18 +246,6 @@ def test_overrides_of_a_subclass_act_in_evaluation(tiny_model, tmp_path):
     assert all(sample["completion"].endswith("!") for sample in result.samples)
     assert [sample["reward"] for sample in result.samples] == [float(s) for s in PROBLEMS["solution"]]
     assert (result.correct, result.scored) == (6, 7)
-
-
-def test_only_generation_runs_the_model(tiny_model, tmp_path):
-    """No log-probabilities of the behaviour policy or the reference are computed."""
-    options = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 4, "anchor_correction": "length_normalized"}
-    trainer = make_trainer(tiny_model, str(tmp_path), top_entropy_quantile=0.5, **options)
-    passes = []
-    trainer.ref_model.register_forward_hook(lambda *_: passes.append("reference"))
-    trainer.model.register_forward_hook(lambda *_: passes.append("policy"))
-    evaluate(trainer, PROBLEMS)
-    assert "reference" not in passes
-    assert len(passes) == 3 * 4  # batches × tokens
 
 
 def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_path):

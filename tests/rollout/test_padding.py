@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from helpers import RecordingOPO, Script, logged, trained
-from peft import PrefixTuningConfig, PromptTuningConfig
+from peft import PrefixTuningConfig
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -30,16 +29,6 @@ MODELS = {
     ),
     "llama": ("llama", SHAPE),
 }
-PROMPTS = [
-    "1+1=",
-    "What is 2 + 2?",
-    "7*6",
-    "Name a prime above ten, please.",
-    "9-4=",
-    "Half of twelve is",
-    "3",
-    "10/4 =",
-]
 STEPS = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
@@ -76,20 +65,11 @@ def saved(tmp_path_factory):
 
 def run(model: str, folder, trainer_class=RecordingOPO, trainer_arguments=None, **options):
     script = Script(seed=1, max_length=12)
-    arguments = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS}), **(trainer_arguments or {})}
-    options = {**STEPS, **options}
-    return trained(model, folder, script=script, trainer_class=trainer_class, trainer_arguments=arguments, **options)
+    arguments = {"trainer_class": trainer_class, "trainer_arguments": trainer_arguments}
+    return trained(model, folder, script=script, **arguments, **{**STEPS, **options})
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("gpt2", True),
-        ("longrope", False),
-        ("recurrent", False),
-        ("llama", True),
-    ],
-)
+@pytest.mark.parametrize(("name", "found"), [("gpt2", True), ("longrope", False), ("recurrent", False)])
 def test_policy_that_has_not_moved_has_a_log_ratio_of_0(saved, tmp_path, caplog, name, found):
     trainer = run(saved[name], tmp_path)
     assert trainer._any_width == found
@@ -114,8 +94,7 @@ def test_left_padding_counts_as_no_position(saved, tmp_path):
             assert torch.allclose(values[:length], logps, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_virtual_tokens_before_the_padding_are_noticed(saved, tmp_path, kind):
+def test_virtual_tokens_before_the_padding_are_noticed(saved, tmp_path):
     class Started(RecordingOPO):
         def train(self, *args, **kwargs):  # a virtual token that says nothing depends on nothing
             torch.manual_seed(0)
@@ -123,7 +102,7 @@ def test_virtual_tokens_before_the_padding_are_noticed(saved, tmp_path, kind):
                 torch.nn.init.normal_(parameter)
             return super().train(*args, **kwargs)
 
-    adapter = {"peft_config": kind(task_type="CAUSAL_LM", num_virtual_tokens=4)}
+    adapter = {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
     trainer = run(saved["llama"], tmp_path, Started, adapter)
     assert max(entry["opo/log_ratio/absmax"] for entry in logged(trainer)) < 1e-5
 
