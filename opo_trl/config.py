@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, cast
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
+from . import trl  # noqa: F401  checks versions
 from .checks.secrets import Masked
 from .fields import COUNT, COUNT_OR_ZERO, FRACTION, PART, POSITIVE, check_fields, default, require, setting
 from .objective import DriveScaling, Objective, Positivity, RatioForm, Reduction

@@ -17,6 +17,10 @@ from dataclasses import dataclass, field
 from statistics import NormalDist, stdev
 from typing import TYPE_CHECKING, Any, Literal
 
+
+# First, because it checks versions: another release may lack names that are imported below.
+from .trl import temporarily  # isort: skip
+
 import numpy as np
 import torch
 from accelerate.utils import gather_object
@@ -24,8 +28,6 @@ from datasets import Dataset
 from scipy.stats import binomtest
 from transformers import set_seed
 from trl.trainer.utils import strip_images_from_messages
-
-from .trl import temporarily
 
 
 if TYPE_CHECKING:

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+
+# First, because it checks versions: another release may lack names that are imported below.
+from . import trl  # isort: skip  # noqa: F401
+
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config

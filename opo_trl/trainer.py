@@ -29,6 +29,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
+
+# First, because it checks versions: another release may lack names that are imported below.
+from .trl import MULTIMODAL_KEYS, check_replaced, temporarily  # isort: skip
+
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
@@ -51,19 +55,16 @@ from .objectives import GRPO, objective_named
 from .rewards.checked import checked
 from .rollout import checkpoint, padding, reference, shared_prompts
 from .rollout.frozen_base import FrozenBase
-from .rollout.planner import Planner, without_exchange
+from .rollout.planner import Planner, loaded_sharded, without_exchange
 from .rollout.planning import spread
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
 from .rollout.scored import count_failures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
-from .trl import MULTIMODAL_KEYS, check, check_replaced, temporarily
 
 
 logger = get_logger(__name__)
-
-check()
 
 
 class OPOTrainer(GRPOTrainer):
@@ -553,7 +554,7 @@ class OPOTrainer(GRPOTrainer):
     @cached_property
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
-        sharded = zero_stage >= 2 or self.is_fsdp_enabled or self.is_distributed_loading_by_transformers
+        sharded = zero_stage >= 2 or self.is_fsdp_enabled or loaded_sharded(self)
         balance = None
         if not self.aux_loss_enabled:
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))

@@ -1,16 +1,21 @@
-"""What the package needs of TRL itself: a tested release, and TRL's own classes. `tests/test_trl.py` has the names."""
+"""
+What the package needs of TRL itself: a tested release, and TRL's own classes. `tests/test_trl.py` has the names.
+
+Importing this module checks both, so modules that import private names import it first.
+"""
 
 import inspect
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
-import trl
 from packaging.specifiers import SpecifierSet
-from transformers import Trainer
 
 
-TESTED_VERSIONS = SpecifierSet(">=1.16,<1.17")
+TESTED = {"trl": SpecifierSet(">=1.16,<1.17"), "transformers": SpecifierSet(">=5.17,<5.25")}
 
 # Entries of a rollout that the model's forward pass takes besides the tokens: images and the like.
 MULTIMODAL_KEYS = (
@@ -21,18 +26,22 @@ MULTIMODAL_KEYS = (
 
 def check() -> None:
     """
-    Check the version of TRL, and that nothing has replaced its classes. Private methods that the trainers override
-    change between releases; another release would train something else, or fail hours into a run.
+    Check the versions of TRL and Transformers, and that nothing has replaced their classes. Private methods that the
+    trainers override change between releases; another release would train something else, or fail hours into a run.
 
     Raises:
-        `ImportError`: the version is outside the tested range; or as [`check_replaced`].
+        `ImportError`: a version is outside the tested range, which `OPO_TRL_UNTESTED=1` turns into a warning; or as
+            [`check_replaced`].
     """
+    for name, tested in TESTED.items():
+        installed = version(name)
+        if tested.contains(installed, prereleases=True):
+            continue
+        said = f"opo_trl is tested with {name} {tested}, not with the installed {installed}."
+        if os.environ.get("OPO_TRL_UNTESTED") != "1":
+            raise ImportError(f"{said} `pip install '{name}{tested}'` installs a tested release.")
+        warnings.warn(f"{said} It may train something else. docs/compatibility.md: what to run first.", stacklevel=2)
     check_replaced()
-    if not TESTED_VERSIONS.contains(trl.__version__, prereleases=True):
-        raise ImportError(
-            f"opo_trl is tested with TRL {TESTED_VERSIONS}, not with the installed {trl.__version__}. Install it with "
-            f"`pip install 'trl{TESTED_VERSIONS}'`."
-        )
 
 
 def check_replaced() -> None:
@@ -43,7 +52,10 @@ def check_replaced() -> None:
     Raises:
         `ImportError`: names the class, and what is in its place.
     """
-    for path, owner in (("trl.GRPOTrainer", trl.GRPOTrainer), ("transformers.Trainer", Trainer)):
+    from transformers import Trainer
+    from trl import GRPOTrainer
+
+    for path, owner in (("trl.GRPOTrainer", GRPOTrainer), ("transformers.Trainer", Trainer)):
         # One of ours may stand there: that is how TRL's own scripts train with OPO.
         own = (path.partition(".")[0], __package__)
         if inspect.isclass(owner) and owner.__module__.partition(".")[0] not in own:
@@ -66,3 +78,6 @@ def temporarily(holder: Any, **values: Any) -> Iterator[None]:
         for name in values:
             attributes.pop(name, None)
         attributes.update(own)
+
+
+check()

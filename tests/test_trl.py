@@ -5,10 +5,18 @@ They change between releases: on another release, what is missing is listed firs
 relies on goes into `NAMES`.
 """
 
+import configparser
 import dis
+import gzip
 import inspect
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
 from pkgutil import resolve_name
 from types import CodeType
 from typing import Any
@@ -16,10 +24,13 @@ from typing import Any
 import pytest
 import trl
 from helpers import make_trainer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
-from opo_trl.trl import MULTIMODAL_KEYS, check
+from opo_trl.trl import MULTIMODAL_KEYS, TESTED, check
 
 
+ROOT = Path(__file__).resolve().parents[1]
 _ASYNC = "trl.experimental.async_grpo.async_grpo_trainer"
 _WORKER = "trl.experimental.async_grpo.async_rollout_worker"
 
@@ -77,7 +88,6 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
         "log": ("logs", "start_time"),
-        "_defer_fsdp_gradient_reduction": (),
         # What a checkpoint holds, and how a run resumes
         "_get_output_dir": ("trial",),
         "_save_rng_state": ("output_dir",),
@@ -179,6 +189,10 @@ KEYS: dict[str, Collection[str]] = {
 }
 
 
+if version("transformers") >= "5.23":
+    NAMES["transformers.Trainer"]["_defer_fsdp_gradient_reduction"] = ()
+
+
 def assigned(code: CodeType) -> set[str]:
     """Attributes that a function assigns, to whatever object."""
     own = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
@@ -222,10 +236,16 @@ def test_functions_add_every_entry(path):
     assert {*KEYS[path]} <= {*constants(inspect.unwrap(resolve_name(path)).__code__)}
 
 
-@pytest.mark.parametrize(("version", "tested"), [("1.15.2", False), ("1.16.2.dev0", True), ("1.17.0", False)])
-def test_only_tested_versions_pass(version, tested, monkeypatch):
-    monkeypatch.setattr(trl, "__version__", version)
-    with nullcontext() if tested else pytest.raises(ImportError, match=f"installed {version}"):
+@pytest.mark.parametrize(
+    ("library", "release", "tested"),
+    [("trl", "1.15.2", False), ("trl", "1.16.2.dev0", True), ("transformers", "5.25.0", False)],
+)
+def test_only_tested_versions_pass(library, release, tested, monkeypatch):
+    monkeypatch.setattr("opo_trl.trl.version", {"trl": "1.16.0", "transformers": "5.23.0", library: release}.get)
+    with nullcontext() if tested else pytest.raises(ImportError, match=f"installed {release}"):
+        check()
+    monkeypatch.setenv("OPO_TRL_UNTESTED", "1")
+    with nullcontext() if tested else pytest.warns(UserWarning, match=f"installed {release}"):
         check()
 
 
@@ -234,3 +254,61 @@ def test_a_trainer_that_unsloth_has_replaced_is_not_made(tiny_model, tmp_path, m
     monkeypatch.setattr(trl, "GRPOTrainer", theirs)
     with pytest.raises(ImportError, match=r"trl\.GRPOTrainer has been replaced by UnslothGRPOTrainer"):
         make_trainer(tiny_model, tmp_path)
+
+
+OTHER = """
+import importlib.metadata
+import trl.trainer.utils
+
+importlib.metadata.version = lambda name: "1.14.2"
+for name in ("is_async_callable", "strip_images_from_messages", "get_config_model_id"):
+    delattr(trl.trainer.utils, name)
+for module in ("config", "trainer", "evaluate", "train", "asynchronous.trainer", "asynchronous.config"):
+    try:
+        importlib.import_module("opo_trl." + module)
+    except ImportError as error:
+        print(error)
+from opo_trl.launch.cli import main
+assert main(["train", "recipes/arithmetic/opo.yaml"]) == 2
+"""
+
+
+def test_another_release_is_rejected_before_its_names_are_missed():
+    done = subprocess.run([sys.executable, "-c", OTHER], capture_output=True, text=True, check=True, cwd=ROOT)
+    first = f"opo_trl is tested with trl {TESTED['trl']}, not with the installed 1.14.2. `pip install "
+    said = done.stdout.splitlines() + done.stderr.splitlines()[-1:]
+    assert len(said) == 7
+    assert all(first in line for line in said)
+
+
+WITHOUT = """
+import sys
+
+sys.modules["trl"] = sys.modules["transformers"] = None
+import opo_trl, opo_trl.objective, opo_trl.report.several
+from opo_trl.launch.cli import main
+
+assert main(["recipes"]) == main(["report", "{run}"]) == 0
+assert main(["diagnose", "{run}"]) in (0, 1)
+"""
+
+
+def test_what_reads_runs_needs_no_trl(tmp_path):
+    run = shutil.copytree(ROOT / "benchmarks" / "evidence" / "experiment1" / "grpo" / "seed-1", tmp_path / "run")
+    (run / "log.jsonl").write_bytes(gzip.decompress((run / "log.jsonl.gz").read_bytes()))
+    subprocess.run([sys.executable, "-c", WITHOUT.format(run=run)], check=True, cwd=ROOT)
+
+
+def test_neighbours_were_resolved_with_the_declared_ranges():
+    """After a change of ranges: `python tests/compatibility.py neighbours`."""
+    record = json.loads((ROOT / "tests" / "neighbours.json").read_text(encoding="utf-8"))
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert record["requirements"] == setup["options"]["install_requires"].split()
+    ranges = {r.name.replace("_", "-"): r.specifier for r in map(Requirement, record["requirements"])}
+    assert {name: str(r) for name, r in TESTED.items()} == {name: str(ranges[name]) for name in TESTED}
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    for package, versions in record["with"].items():
+        assert all(version in ranges.get(name, SpecifierSet()) for name, version in (versions or {}).items())
+        fits = versions["transformers"] if versions else "–"
+        assert f"| {package} | {fits} |" in page

@@ -1,6 +1,3 @@
 """Training that never waits for generation: OPO on TRL's experimental `AsyncGRPOTrainer`."""
 
-from ..trl import check
-
-
-check()
+from .. import trl  # noqa: F401  checks versions, before anything here imports a private name

@@ -85,6 +85,7 @@ def _train(argv: list[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    from .. import trl  # noqa: F401  checks versions
     from .recipe import launch_words, read, set_variables
     from .signals import pass_on_signals
 
