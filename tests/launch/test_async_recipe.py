@@ -13,8 +13,7 @@ from opo_trl.checks.files import read_json, read_lines
 from opo_trl.data import to_prompts
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
 from opo_trl.evaluate import evaluate
-from opo_trl.launch.async_recipe import AsyncRecipeConfig, AsyncRecipeTrainer
-from opo_trl.train import main
+from opo_trl.train import main, prepare
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,25 +101,11 @@ def test_what_the_trainer_does_not_have_is_named(tmp_path, capsys, changes, mess
     assert not folder.exists()
 
 
-def places(completions, place, **columns):
-    return [float(i) for i in place]
-
-
 def test_prompts_are_shuffled_by_the_seed(tmp_path):
     """TRL's worker goes through its dataset in order."""
     orders = []
     for seed in (1, 1, 2):
-        args = AsyncRecipeConfig(
-            str(tmp_path),
-            seed=seed,
-            in_process_staleness=0,
-            token_budget=0,
-            use_cpu=USE_CPU,
-            bf16=False,
-            report_to="none",
-        )
-        data = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(20)], "place": range(20)})
-        trainer = AsyncRecipeTrainer(base_model_path(), [places], args, data)
-        orders.append(trainer.rollout_worker._loop_kwargs["dataset"]["place"][:])
+        worker = prepare(arguments(RECIPE, **SHORT, output_dir=tmp_path, seed=seed)).trainer.rollout_worker
+        orders.append([row[0]["content"] for row in worker._loop_kwargs["dataset"]["prompt"]])
     assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == list(range(20)) != orders[0]
+    assert sorted(orders[0]) == sorted(orders[2]) != orders[0]
