@@ -31,11 +31,6 @@ def model():
     return AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def claimed():
-    return json.loads((Path(base_model_path()) / "ACCURACY.json").read_text())
-
-
 # Problems
 
 
@@ -104,12 +99,6 @@ def test_a_wrong_or_decorated_answer_is_not_rewarded(completion):
     assert arithmetic_reward([completion], [CHAIN]) == [0.0]
 
 
-def test_reward_takes_messages_and_further_columns():
-    completions = [[{"role": "assistant", "content": text}] for text in (CHAIN, "85-16=71")]
-    rewards = arithmetic_reward(completions=completions, solution=[CHAIN, CHAIN], prompts=["", ""], level=["", ""])
-    assert rewards == [1.0, 0.0]
-
-
 # Stored model
 
 
@@ -130,14 +119,8 @@ def test_stored_model_is_small_and_knows_its_special_tokens(model, tokenizer):
         assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
 
 
-def test_claimed_accuracy_leaves_something_to_learn(claimed):
-    assert 0.30 <= claimed["Level 3"]["sampled"]["accuracy"] <= 0.55
-    assert claimed["Level 3"]["greedy"]["accuracy"] <= 0.75
-    for mode in ("sampled", "greedy"):
-        assert claimed["Level 4"][mode]["accuracy"] < claimed["Level 3"][mode]["accuracy"]
-
-
-def test_greedy_accuracy_is_the_claimed_one(model, tokenizer, claimed):
+def test_greedy_accuracy_is_the_claimed_one(model, tokenizer):
+    claimed = json.loads((Path(base_model_path()) / "ACCURACY.json").read_text())
     figures = measure(model, tokenizer, make_problems("test", ["Level 4"]), do_sample=False)
     # Greedy, so only near ties may differ between machines.
     assert abs(figures["accuracy"] - claimed["Level 4"]["greedy"]["accuracy"]) <= 0.01

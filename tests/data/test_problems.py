@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from opo_trl.data import files, load_problems, to_prompts
-from opo_trl.data.problems import has_prompts, hold_out, take
+from opo_trl.data.problems import has_prompts, take
 
 
 ROWS = [
@@ -172,15 +172,6 @@ class TestSelection:
         with pytest.raises(ValueError, match=r"fraction=0.01 .* Use "):
             chosen(0.01, 1)
 
-    @pytest.mark.parametrize(("size", "n"), [(0.2, 10), (0.01, 1), (0.99, 50)])
-    def test_no_problem_is_held_out_and_trained_on(self, size: float, n: int):
-        texts = [f"{i % 50} +  1?" if i % 2 else f"{i % 50} + 1?" for i in range(200)]
-        training, held_out = hold_out(table(*({"problem": text} for text in texts)), size, 42)
-        one, other = ({"".join(text.split()) for text in part["problem"]} for part in (training, held_out))
-        assert not one & other
-        assert len(held_out) == len(other) == n  # each once
-        assert len(training) == 200 - 4 * n
-
 
 class TestNames:
     def test_a_folder_saved_by_datasets(self, tmp_path: Path, monkeypatch):
@@ -213,11 +204,3 @@ class TestNames:
         assert Counter(problems["level"]) == {"Level 2": 100}
         with pytest.raises(ValueError, match=r"dataset_settings=.* has no effect"):
             load_problems("arithmetic", settings={"size": 5})
-
-
-def test_math_has_its_levels(shared_data: Path):
-    math = str(shared_data / "math")
-    train, test = (Counter(load_problems(math, split=split)["level"]) for split in ("train", "test"))
-    assert [train[f"Level {level}"] for level in "12345?"] == [564, 1348, 1592, 1690, 2304, 2]
-    assert [test[f"Level {level}"] for level in "12345?"] == [437, 894, 1131, 1214, 1324, 0]
-    assert len(load_problems(math, levels=["Level 3"], fraction=0.1, seed=42)) == 159

@@ -16,15 +16,6 @@ def make(*pairs: tuple[object, object]) -> datasets.Dataset:
 
 
 class TestPrompts:
-    @pytest.mark.parametrize("instruction", [INSTRUCTION, "Be brief.", ""])
-    def test_chat(self, instruction):
-        prompts = to_prompts(make(("What is $1 + 1$?", r"It is $\boxed{2}$.")), instruction=instruction)
-        content = f"What is $1 + 1$?\n\n{instruction}".strip()
-        assert prompts.to_list() == [
-            {"prompt": [{"role": "user", "content": content}], "solution": "2", "level": "Level 1"}
-        ]
-        assert r"\boxed{}" in INSTRUCTION
-
     def test_plain_keeps_the_problem_and_a_solution_without_a_box(self):
         prompts = to_prompts(make(("47+38-16=", "85-16=69"), (" What?\n", r"\boxed{2}")), style="plain")
         assert prompts["prompt"][:] == ["47+38-16=", " What?\n"]

@@ -15,7 +15,7 @@ from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 
 from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
-from opo_trl.report.diagnosis import COMPLETIONS, GRADIENTS, reuse
+from opo_trl.report.diagnosis import COMPLETIONS, GRADIENTS
 from opo_trl.report.foreign_log import read
 from opo_trl.report.verdicts import judge
 
@@ -209,21 +209,6 @@ def test_rows_of_a_step_are_merged_and_of_a_step_that_comes_again_the_later_ones
     assert [entry.get("own") for entry in log] == [1.0] * 8 + [None]
     random.Random(0).shuffle(EIGHT)
     assert [entry["step"] for entry in entries(written(tmp_path / "log.jsonl", EIGHT))] == [*range(1, 9)]
-
-
-@pytest.mark.parametrize(
-    ("served", "clipped", "said"),
-    [
-        ((1, 1), 0.0, "On-policy: every optimizer step has a rollout of its own"),
-        ((1, 1), 0.1, "Off-policy: an earlier policy wrote the completions."),
-        ((1, 2), 0.0, "Off-policy: a rollout serves 1.5 optimizer steps on average."),
-    ],
-)
-def test_what_is_off_policy(served, clipped, said):
-    firsts = [number == 0 for steps in served * 10 for number in range(steps)]
-    log = [{"step": step, "grad_norm": 1.0, "clip_ratio": clipped} for step in range(1, len(firsts) + 1)]
-    log = [{**row, "reward": 0.5} if first else row for row, first in zip(log, firsts, strict=True)]
-    assert reuse(log)[0].sentence.startswith(said)
 
 
 def test_a_checkpoint_of_ours_is_judged_as_its_run_and_an_export_beside_it_is_not(tmp_path, capsys):

@@ -1,27 +1,8 @@
-"""Readers of a log accept NaN, and `None`, which TRL logs if all values were NaN."""
+"""Callbacks accept what trainers may log: also `None`, which TRL logs if all values were NaN."""
 
-import warnings
-
-from helpers import Script, trained
 from transformers import TrainerControl, TrainerState
 
-from opo_trl.checks.files import read_lines
 from opo_trl.launch.callbacks import LogFile, ProgressBar
-from opo_trl.report.run_folder import LOG
-from opo_trl.report.verdicts import judge
-
-
-def test_run_without_any_reward_is_judged(tiny_model, tmp_path):
-    script = Script([None] * 8)
-    arguments = {"callbacks": [LogFile(tmp_path)], "rollout_func": script.rollout}
-    arguments["reward_funcs"] = script.reward_functions()
-    trainer = trained(tiny_model, tmp_path, max_steps=4, trainer_arguments=arguments)
-    log = read_lines(tmp_path / LOG)
-    assert len(log) >= 4
-    assert all(entry.get("opo/target_fit") is None for entry in log)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)  # NumPy's, of a mean of nothing
-        assert judge(log, trainer.args.to_dict())
 
 
 def test_progress_bar_accepts_it():

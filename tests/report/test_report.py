@@ -228,10 +228,5 @@ def test_interrupted_run_has_a_report(tmp_path):
     assert [row[1:] for row in describe(run)["accuracies"]] == [["50.0% [40.0%, 60.0%]", "–"]]
 
 
-def test_folder_without_a_run_is_rejected(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "has no settings.json, so it is not a run of opo-trl" in capsys.readouterr().err
-
-
 def test_facts_alone_are_not_called_healthy():
     assert conclusion(judge([{"step": 1, "reward": 1.0}], {})) == ("Too little has been logged for a verdict.")
