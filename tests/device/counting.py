@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOConfig, OPOTrainer
 
 
-WARM, COUNTED = 2, 4  # optimizer steps
+WARM, COUNTED = 2, 2  # optimizer steps
 WAITS = [(owner, "synchronize") for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream)]
 GATHERS = [(torch.distributed, name) for name in ("all_gather", "all_gather_into_tensor", "all_gather_object")]
 
@@ -90,16 +90,16 @@ def count(trainer_class: type[GRPOTrainer], model: str, folder: Path, **options)
         "use_cpu": False,
         "output_dir": str(folder),
         "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 4,
+        "gradient_accumulation_steps": 2,
         "num_generations": 4,
-        "max_completion_length": 8,
+        "max_completion_length": 4,
         "max_steps": WARM + COUNTED,
         **options,
     }
     trainer = Counted(
         model=model,
         args=(OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig)(**settings),
-        train_dataset=Dataset.from_dict({"prompt": [f"What is {i}+{i}?" for i in range(64)]}),
+        train_dataset=Dataset.from_dict({"prompt": [f"What is {i}+{i}?" for i in range(16)]}),
         reward_funcs=even_tokens,
     )
     trainer.add_callback(FromStep(counting))
