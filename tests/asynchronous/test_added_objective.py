@@ -1,28 +1,12 @@
-"""A class of a few lines, named by `objective:`, trains in both trainers; plan and report show it."""
-
-from pathlib import Path
+"""A class of a few lines, named by `objective:`, trains in both trainers."""
 
 import scripted
-import yaml
 from helpers import EXACT, Recording, Reference, Script, assert_step_equals, norm, relative_error, trained
 
 from opo_trl import OPOTrainer
-from opo_trl.checks.files import read_lines
-from opo_trl.train import main
 
 
 NAME = "added_objective.Cautious"
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-SHORT = {
-    "accelerate_config": str(RECIPES / "accelerate" / "cpu.yaml"),
-    "objective": NAME,
-    "per_device_train_batch_size": 12,
-    "max_steps": 2,
-    "validation_size": 2,
-    "report_levels": ["Level 4"],
-    "report_size": 2,
-    "save_strategy": "no",
-}
 
 
 def test_gradient_is_that_of_its_formula(tiny_model, tmp_path):
@@ -54,15 +38,3 @@ def test_gradient_in_asynchronous_training_is_that_of_its_formula(tiny_model, tm
     assert norm(own.gradient) > 1e-3
     assert relative_error(step.gradient, own.gradient) < EXACT
     assert relative_error(step.gradient, opo.gradient) > 0.1
-
-
-def test_recipes_name_it(tmp_path):
-    fields = (
-        yaml.safe_load((RECIPES / "arithmetic/async/opo.yaml").read_text())
-        | SHORT
-        | {"output_dir": str(tmp_path / "run")}
-    )
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(fields))
-    assert main(["--config", str(tmp_path / "recipe.yaml")]) == 0
-    assert len([line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]) == 2
-    assert "  objective  Cautious, " in (tmp_path / "run" / "plan.txt").read_text()

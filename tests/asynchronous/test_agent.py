@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from trl.chat_template_utils import parse_response
 
-from opo_trl.data.arithmetic import base_model_path, make_problems
+from opo_trl.data.arithmetic import base_model_path
 
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "recipes" / "arithmetic" / "async" / "agent.py"
@@ -19,12 +19,6 @@ def agent():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_tool_is_right_on_every_problem(agent):
-    for row in make_problems("train", ["Level 3"]):
-        expression = row["problem"].removesuffix("=")
-        assert agent.calculate(expression) == str(eval(expression)) == row["solution"].rpartition("=")[2]
 
 
 def test_conversation_has_the_tokens_that_were_written(agent, tmp_path):

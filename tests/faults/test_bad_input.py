@@ -59,14 +59,8 @@ def length(completions, **columns):
 def compare(completions, gold, **columns):
     return [0.0 for _ in completions]
 
-def too_few(completions, **columns):
-    return [0.0]
-
 def fails(completions, **columns):
     raise KeyError("gold")
-
-async def exits_later(completions, **columns):
-    raise SystemExit(0)
 """
 
 
@@ -214,18 +208,6 @@ def test_bad_command_is_rejected(folder: Path, capsys, words, says):
     assert snapshot(folder) == before
 
 
-def test_rerun_moves_the_run_aside(works: Path, tmp_path: Path, monkeypatch):
-    folder = shutil.copytree(works, tmp_path / "copy")
-    before = snapshot(folder / "run")
-    enter(folder, monkeypatch)
-    assert train.main(["--config", "run/recipe.yaml", "--overwrite", "--max_steps", "2"]) == 0
-    assert {name: content for name, (_, content) in snapshot(folder / "run-2").items()} == {
-        name: content for name, (_, content) in before.items()
-    }
-    assert sorted(path.name for path in (folder / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    assert yaml.safe_load((folder / "run" / "recipe.yaml").read_text())["max_steps"] == 2
-
-
 def test_finished_run_without_a_checkpoint_is_not_repeated_over_its_results(
     works: Path, tmp_path, monkeypatch, capsys
 ):
@@ -273,27 +255,18 @@ def test_no_file_or_message_of_a_run_shows_a_secret_and_it_can_be_repeated(folde
     assert not shown()
 
 
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        ("too_few", ["too_few has raised ValueError: 1 values for 4 completions", "one number, or None"]),
-        ("fails", ["fails has raised KeyError: 'gold'"]),
-        ("exits_later", ["exits_later has raised SystemExit: 0."]),
-    ],
-)
 def test_reward_that_fails_in_training_is_named_and_leaves_checkpoints_alone(
-    works: Path, tmp_path: Path, monkeypatch, capsys, reward, says
+    works: Path, tmp_path: Path, monkeypatch, capsys
 ):
     folder = shutil.copytree(works, tmp_path / "copy")
-    code = REWARDS.replace("def length(", "def unused(").replace(f"def {reward}(", "def length(")
+    code = REWARDS.replace("def length(", "def unused(").replace("def fails(", "def length(")
     (folder / "my_rewards.py").write_text(code)
     enter(folder, monkeypatch)
     saved = snapshot(folder / "run" / "checkpoint-1")
     assert train.main(["recipe.yaml", "--resume_from_checkpoint", "last", "--max_steps", "2"]) == 1
     output = capsys.readouterr().err
     assert "Traceback" not in output
-    for text in says:
-        assert text.replace(f"{reward} has", "length has") in message(output)
+    assert "length has raised KeyError: 'gold'" in message(output)
     assert snapshot(folder / "run" / "checkpoint-1") == saved
 
 

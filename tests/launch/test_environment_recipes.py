@@ -7,10 +7,8 @@ import pytest
 import yaml
 from guessing import Guessing, games
 from helpers import DEVICE_FIELDS
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, Qwen3ForCausalLM, set_seed
 
 from opo_trl.checks.files import read_json, read_lines
-from opo_trl.evaluate import evaluate
 from opo_trl.train import main, prepare
 
 
@@ -91,60 +89,6 @@ def test_game_is_trained_from_its_recipe(arguments, tmp_path):
     kept = read_lines(tmp_path / "run" / "completions.jsonl")
     calls = sum(bool(message.get("tool_calls")) for line in kept for message in line["completion"])
     assert calls > len(kept) > 6
-
-
-@pytest.fixture
-def small_qwen3(shared_data, tmp_path) -> Path:
-    """A random Qwen3 with 5 million parameters, and the real tokenizer, chat template and vocabulary."""
-    source, folder = shared_data / "Qwen3-1.7B", tmp_path / "qwen3"
-    config = AutoConfig.from_pretrained(source)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config.update({**sizes, "num_key_value_heads": 1, "head_dim": 32, "layer_types": config.layer_types[:1]})
-    set_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    GenerationConfig.from_pretrained(source).save_pretrained(folder)
-    return folder
-
-
-def test_game_is_played_through_the_real_template(arguments, small_qwen3, tmp_path, monkeypatch):
-    """A player who tries one number after another wins: its calls reach the environment, and only they are trained."""
-    recipe = yaml.safe_load((RECIPES / "qwen3-1.7b" / "gsm8k" / "opo.yaml").read_text())
-    small = {
-        "dtype": "float32",
-        "steps_per_generation": 1,
-        "use_vllm": False,
-        "max_completion_length": 256,
-        "dataset_config": None,
-    }
-    trainer = prepare(arguments(recipe | GAME | small, model_name_or_path=str(small_qwen3))).trainer
-    tokenizer, heard = trainer.processing_class, []
-
-    def count(prompt_ids, *_, **__):
-        turns = []
-        for text in tokenizer.batch_decode(prompt_ids):
-            said = text.rpartition("<tool_response>")[2]
-            heard.append(said)
-            call = json.dumps({"name": "guess", "arguments": {"number": 1 + text.count("<tool_response>")}})
-            written = "I have it." if said.startswith("\nright") else f"<tool_call>\n{call}\n</tool_call>"
-            turns.append(tokenizer(written + "<|im_end|>")["input_ids"])
-        return turns, None
-
-    monkeypatch.setattr(trainer, "_generate_single_turn", count)
-    rows = [dict(trainer.train_dataset[i // 2]) for i in range(4)]
-    assert evaluate(trainer, trainer.train_dataset.select(range(12))).correct == 12
-    assert any(said.startswith("\nhigher") for said in heard)
-    rollout = trainer._generate_and_score_completions(rows)
-    assert rollout["rewards_per_func"].flatten().tolist() == [1.0] * 4
-    columns = ("completion_ids", "tool_mask", "completion_mask")
-    for ids, own, mask in zip(*(rollout[column] for column in columns), strict=True):
-        model_wrote = tokenizer.decode(ids[(own * mask).bool()])
-        template_wrote = tokenizer.decode(ids[((1 - own) * mask).bool()])
-        assert model_wrote.count("<tool_call>") == template_wrote.count("<tool_response>") >= 1
-        assert model_wrote.endswith("I have it.<|im_end|>")
-        assert "<tool_response>" not in model_wrote
-        assert "<think>" not in model_wrote
-        assert "guess" not in template_wrote
 
 
 def test_functions_are_tools_and_a_factory_makes_environments(arguments):

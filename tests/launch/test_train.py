@@ -169,7 +169,7 @@ def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_asid
     output = tmp_path / "run"
     (output / "completions").mkdir(parents=True)
     (output / "completions" / "completions_00009.parquet").touch()
-    (output / "settings.json").write_text("{}")
+    (output / "settings.json").write_text('{"alpha": 0.9}')
     short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": "true", "log_completions": "true"}
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))
@@ -178,4 +178,5 @@ def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_asid
     assert main(arguments(recipe, output_dir=output, **short)) == 0
     assert [path.name for path in (output / "completions").iterdir()] == ["completions_00001.parquet"]
     assert [path.name for path in (tmp_path / "run-2" / "completions").iterdir()] == ["completions_00009.parquet"]
+    assert (tmp_path / "run-2" / "settings.json").read_text() == '{"alpha": 0.9}'
     assert "split_batches: false" in (output / "recipe.yaml").read_text()

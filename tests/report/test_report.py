@@ -6,8 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import TrainerControl, TrainerState
 
 from opo_trl.checks.files import append_lines, write_json
+from opo_trl.launch.callbacks import LogFile, ProgressBar
 from opo_trl.launch.cli import main
 from opo_trl.report.diagnostics import diagnostics
 from opo_trl.report.run_report import describe, write_report
@@ -230,3 +232,21 @@ def test_interrupted_run_has_a_report(tmp_path):
 
 def test_facts_alone_are_not_called_healthy():
     assert conclusion(judge([{"step": 1, "reward": 1.0}], {})) == ("Too little has been logged for a verdict.")
+
+
+# What a run writes and shows
+
+
+def test_progress_bar_accepts_none():
+    """Which TRL logs if all values were NaN."""
+    bar, state = ProgressBar(), TrainerState(max_steps=2, is_world_process_zero=True)
+    bar.on_train_begin(None, state, TrainerControl())
+    names = ("reward", "validation/accuracy", "entropy", "grad_norm")
+    bar.on_log(None, state, TrainerControl(), logs=dict.fromkeys(names))
+    bar.on_train_end(None, state, TrainerControl())
+
+
+def test_a_metric_named_step_does_not_hide_the_optimizer_step(tmp_path):
+    state = TrainerState(global_step=3, is_world_process_zero=True)
+    LogFile(tmp_path).on_log(None, state, None, logs={"reward": 1.0, "step": 0.25})
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 3, "reward": 1.0}\n'

@@ -1,6 +1,7 @@
 """What a reward function may be and return, and the error that names one that fails."""
 
 import functools
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -59,46 +60,36 @@ def test_whatever_holds_one_number_for_each_completion_is_accepted_as_by_trl(tin
     assert rewards.T.tolist() == [[0.5, -1.0, 2.0]] * len(functions)
 
 
+async def exits(completions, **columns):
+    raise SystemExit(0)
+
+
+def fails():
+    raise ValueError("a\x1b[2J\0b\nc\ud800" * 10**6)
+
+
 @pytest.mark.parametrize(
-    ("scores", "says"),
+    ("reward", "says"),
     [
-        (lambda: (1 / i for i in (2, 1, 0)), "Scorer has raised ZeroDivisionError: division by zero"),
-        ([1.0], "Scorer has raised ValueError: 1 values for 3 completions"),  # TRL would give it to all
-        (None, "Scorer has raised TypeError: 'NoneType' object is not iterable"),
-        (lambda: asynchronous([1, 2, 3]), "'coroutine' object is not iterable"),
+        (Scorer(lambda: (1 / i for i in (2, 1, 0))), "Scorer has raised ZeroDivisionError: division by zero"),
+        (Scorer([1.0]), "Scorer has raised ValueError: 1 values for 3 completions"),  # TRL would give it to all
+        (Scorer(None), "Scorer has raised TypeError: 'NoneType' object is not iterable"),
+        (Scorer(lambda: asynchronous([1, 2, 3])), "'coroutine' object is not iterable"),
+        # These would end the run without a word.
+        (Scorer(lambda: sys.exit(0)), "Scorer has raised SystemExit: 0"),
+        (exits, "function exits has raised SystemExit: 0"),
+        (Scorer(fails), r"ValueError: a\x1b[2J"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:coroutine")
-def test_anything_else_is_named(tiny_model, tmp_path, scores, says):
-    trainer = trainer_with(tiny_model, tmp_path, [length_of, reward := Scorer(scores)])
+def test_anything_else_is_named_in_a_short_line_that_no_terminal_obeys(tiny_model, tmp_path, reward, says):
+    trainer = trainer_with(tiny_model, tmp_path, [length_of, reward])
     with pytest.raises(RewardError) as error:
         rewards_of(trainer)
     assert says in str(error.value)
+    assert len(str(error.value)) < 400
+    assert str(error.value).isprintable()
     assert trainer.reward_funcs[1] is reward
-
-
-@pytest.mark.parametrize("kind", ["function", "asynchronous"])
-def test_exit_that_would_end_the_run_without_a_word_is_named(tiny_model, tmp_path, kind):
-    def function(completions, **columns):
-        raise SystemExit(0)
-
-    async def asynchronous_function(completions, **columns):
-        function(completions)
-
-    reward = asynchronous_function if kind == "asynchronous" else function
-    with pytest.raises(RewardError, match=f"function {reward.__name__} has raised SystemExit: 0"):
-        rewards_of(trainer_with(tiny_model, tmp_path, reward))
-
-
-def test_message_of_an_error_is_short_and_one_line_that_no_terminal_obeys(tiny_model, tmp_path):
-    def failing(completions, **columns):
-        raise ValueError("a\x1b[2J\0b\nc\ud800" * 10**6)
-
-    trainer = trainer_with(tiny_model, tmp_path, failing)
-    with pytest.raises(RewardError, match=r"ValueError: a\\x1b\[2J") as raised:
-        rewards_of(trainer)
-    assert len(str(raised.value)) < 400
-    assert str(raised.value).isprintable()
 
 
 def length_of(completions, **columns):
