@@ -1,15 +1,8 @@
 """
 What a CPU build of vLLM needs to receive weights from TRL. Only for tests, and only without a GPU.
 
-vLLM loads it in each of its processes as a plugin (`register`); the trainer's process calls `patch_client`. Replaced
-are:
-
-1. the linear layer: vLLM's CPU build reorders a weight for its kernels when it is first loaded, and later loads would
-   write into memory that is no longer read;
-2. AMX kernels: they crash on some virtual machines that announce AMX;
-3. the transport of weights to a server: NCCL needs GPUs; vLLM's own store-backed group transports the same tensors;
-4. `torch.Generator`: the worker of asynchronous training seeds its requests, and vLLM rewinds the generator of a token
-   that it discards, which a CPU's cannot; without this the server ends.
+vLLM loads it in each of its processes as a plugin (`register`); the trainer's process calls `patch_client`. README.md
+says what is replaced, and why.
 """
 
 from collections.abc import Callable, Iterable, Iterator
