@@ -7,11 +7,8 @@ runs on a cluster.
 
 import contextlib
 import os
-import random
-import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,22 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import environment, wait_until
+from helpers import environment, free_port, wait_until
 from trl.scripts.vllm_serve import make_parser as vllm_serve_parser
 
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM = ROOT / "recipes" / "slurm"
 STAND_INS = Path(__file__).with_name("slurm.sh")
-
-
-def free_port() -> int:
-    """A free port that the scripts can derive from a job's number."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 30000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) != 0:
-                return port
 
 
 @pytest.fixture(scope="module")
@@ -56,32 +44,20 @@ def fields() -> list[str]:
 
 @dataclass
 class Job:
-    """A job of two nodes, on 127.0.0.1 and 127.0.0.2; its number follows from a free port."""
+    """A job of two nodes, on 127.0.0.1 and 127.0.0.2."""
 
     folder: Path  # checkout from which it is submitted
     programs: Path  # folder of the stand-ins
-    port: int
-
-    @property
-    def number(self) -> str:
-        return str(70000 + self.port - 20000)
-
-    @property
-    def logs(self) -> Path:
-        return self.folder / "runs" / "slurm" / self.number
+    known: Path  # folder of Python's outputs
 
     def start(self, script: str, *argv: str, **more: str) -> subprocess.Popen:
         """Start a script as Slurm does: a copy of it, in the folder from which it was submitted."""
         spooled = self.programs / "slurm_script"
         shutil.copy(SLURM / script, spooled)
-        job = {"SLURM_JOB_ID": self.number, "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_GPUS_ON_NODE": "1"}
-        job |= {"HOSTS": "127.0.0.1 127.0.0.2", "CALLS": str(self.folder / "calls")}
-        job |= {
-            "PYTHON": sys.executable,
-            "TRAINING": "ends",
-            "SERVER": "runs",
-            "http_proxy": "http://127.0.0.1:9",
-        }  # as on clusters
+        job = {"SLURM_JOB_ID": "71234", "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_GPUS_ON_NODE": "1"}
+        job |= {"HOSTS": "127.0.0.1 127.0.0.2", "CALLS": str(self.folder / "calls"), "PYTHON": sys.executable}
+        job |= {"KNOWN": str(self.known), "TRAINING": "ends", "SERVER": "runs"}
+        job |= {"http_proxy": "http://127.0.0.1:9"}  # as on clusters
         settings = environment(**job | more)
         settings["PATH"] = os.pathsep.join([str(self.programs), settings["PATH"]])
         return subprocess.Popen(
@@ -116,32 +92,20 @@ class Job:
 NODE, DEVICES, OVERLAPS, DEVELOPS = range(4)  # what of a call
 
 
-def write_program(path: Path, text: str):
-    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
-    path.chmod(0o755)
-
-
 @pytest.fixture(scope="module")
-def remembered(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("remembered")
+def known(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("known")
 
 
 @pytest.fixture
-def stand_ins(tmp_path, remembered) -> Iterator[Job]:
+def stand_ins(tmp_path, known) -> Iterator[Job]:
     """A job with stand-ins for Slurm, training and serving, and short sleeps."""
-    folder, programs = tmp_path / "check out", tmp_path / "programs"
-    folder.mkdir()
-    programs.mkdir()
-    (folder / "recipes").symlink_to(ROOT / "recipes")
-    python = shlex.quote(sys.executable)
-    for name in ("srun", "scancel", "scontrol", "trl", "vllm", "opo-trl"):
-        (programs / name).symlink_to(STAND_INS)
-    write_program(programs / "sleep", f"exec {shutil.which('sleep')} 0.2")
-    # The scripts run settings.py, which imports PyTorch: its output is cached by its arguments.
-    known = f"{shlex.quote(str(remembered))}/$(printf '%s\\0' \"$@\" | cksum | tr ' ' -)"
-    remember = f'{python} "$@" >"$known.part" && mv "$known.part" "$known"'
-    write_program(programs / "python", f'known={known}\n[ -f "$known" ] || {{ {remember}; }} && cat "$known"')
-    job = Job(folder, programs, free_port())
+    job = Job(tmp_path / "check out", tmp_path / "programs", known)
+    job.folder.mkdir()
+    job.programs.mkdir()
+    (job.folder / "recipes").symlink_to(ROOT / "recipes")
+    for name in ("srun", "scancel", "scontrol", "trl", "vllm", "opo-trl", "sleep", "python"):
+        (job.programs / name).symlink_to(STAND_INS)
     yield job
     for process in job.running():  # left by a failed test
         os.kill(int(process.name), signal.SIGKILL)
@@ -164,7 +128,7 @@ def test_training_on_all_nodes(stand_ins, recipe, fields):
     for node, argv in enumerate(launchers):
         assert argv == [
             *("train", "--machine_rank", str(node), "--num_machines", "2", "--num_processes", "8"),
-            *("--main_process_ip", "127.0.0.1", "--main_process_port", str(stand_ins.port)),
+            *("--main_process_ip", "127.0.0.1", "--main_process_port", "21234"),
             *("--config", str(recipe), *fields, "--vllm_mode", "colocate"),
         ]
 
@@ -251,7 +215,7 @@ def test_server_that_dies_fails_the_job(stand_ins, recipe, fields):
     more = {"SERVER": "fails in training", "TRAINING": "continues"}
     status, errors = stand_ins.run("vllm_server.sbatch", str(recipe), *fields, **more)
     assert status == 1
-    assert f"error: the vLLM server ended during training: see runs/slurm/{stand_ins.number}/server.log" in errors
+    assert "error: the vLLM server ended during training: see runs/slurm/71234/server.log" in errors
 
 
 @pytest.mark.parametrize(
@@ -278,6 +242,6 @@ def test_job_out_of_time_is_requeued_if_it_made_progress(stand_ins, recipe, fiel
     wait_until((stand_ins.folder / "trains").exists)
     process.send_signal(signal.SIGUSR1)
     status, errors = stand_ins.finish(process)
-    assert (["requeue", stand_ins.number] in stand_ins.calls("scontrol")) == requeued
+    assert (["requeue", "71234"] in stand_ins.calls("scontrol")) == requeued
     assert status == (0 if requeued else 1)
     assert ("out of time without a new checkpoint" in errors) != requeued
