@@ -26,6 +26,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from scipy.stats import binomtest
+from tqdm import tqdm
 from transformers import set_seed
 from trl.trainer.utils import strip_images_from_messages
 
@@ -143,7 +144,9 @@ def evaluate(
     twin, was_training = _twin(trainer), trainer.model.training
     try:
         with _decoding(twin, decoding), _own_random_state(trainer, seed):
-            solved = [s for start in range(0, per_process, batch) for s in _solve(twin, mine[start : start + batch])]
+            hidden = trainer.args.disable_tqdm or not accelerator.is_main_process
+            bar = tqdm(range(0, per_process, batch), f"accuracy, {decoding}", leave=False, disable=hidden)
+            solved = [s for start in bar for s in _solve(twin, mine[start : start + batch])]
     finally:
         trainer.model.train(was_training)
         if trainer.use_vllm:  # which has the weights of this step by now

@@ -91,7 +91,7 @@ def prepare(argv: Sequence[str]) -> Run:
 
     with args.main_process_first(desc="loading the dataset"):
         data = load_data(script, args, tokenizer, **tools.for_template)
-    preflight.check_template_options(args, tokenizer)
+    preflight.warn_of_template_options(args, tokenizer)
     check_conversations(tools, data.training)
     if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
         preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
@@ -139,6 +139,8 @@ def run(ready: Run) -> None:
         files.write(folder / run_folder.PLAN, trainer.plan + "\n")
     before = ReportBefore(trainer, data.report, script.report_samples, summary)
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
+    if checkpoint:
+        trainer.accelerator.print(f"Resuming from {checkpoint}.", flush=True)
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)

@@ -503,6 +503,10 @@ class OPOTrainer(GRPOTrainer):
         target = found.target
         self._drive_metrics[mode] = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
         if mode == "train":
+            if not (self.state.global_step or target.any()):
+                said = "The rewards of all groups are equal, so no completion has a learning signal"
+                fix = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}?"
+                logger.warning_once(f"{said} in the first rollout. {fix} Try easier problems, or larger groups.")
             self._advantages = advantages.where(valid, torch.nan)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
         scale = self.policy_objective.scale(length, valid)

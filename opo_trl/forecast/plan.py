@@ -1,8 +1,10 @@
 """The plan printed when training starts: rollouts, optimizer steps, objective and memory."""
 
 import math
+import os
 from typing import Any
 
+import psutil
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
@@ -154,6 +156,8 @@ def _prompt_tokens(trainer: Any) -> int:
 
 def _device_bytes(trainer: Any) -> int | None:
     device = trainer.accelerator.device
+    if device.type == "cpu":  # which the processes of this machine share
+        return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

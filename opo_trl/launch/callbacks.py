@@ -1,5 +1,6 @@
 """Accuracies of a run, and callbacks: log file, progress bar, accuracies before training, and validation."""
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,6 +53,12 @@ class ProgressBar(ProgressCallback):
     def __init__(self):
         super().__init__()
         self.latest: dict[str, str] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.training_bar is not None and (budget := getattr(args, "max_completions", None)):
+            steps = math.ceil(budget / args.generation_batch_size) * args.optimizer_steps_per_rollout
+            self.training_bar.total = min(state.max_steps, math.ceil(steps))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:

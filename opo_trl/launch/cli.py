@@ -82,6 +82,7 @@ def _run(argv: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate, which also gets every option that is not a field of a recipe."""
+    print("Loading libraries …", file=sys.stderr, flush=True)  # which takes seconds
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 

@@ -5,18 +5,20 @@ Each raises a `ValueError` that names the field, its value and the fix.
 """
 
 import inspect
+import logging
 import re
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..config import OPOConfig
 from ..data.rollouts import RECORDED
 from ..rewards.scoring import IsolatedReward
 from ..rollout.recorded import as_scored
 
+
+logger = logging.getLogger(__name__)
 
 # Further arguments that the trainer passes to a reward function.
 OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
@@ -32,14 +34,12 @@ def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
 
 
-def check_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a chat template uses each of `chat_template_kwargs`; it would ignore a misspelt one."""
-    options, template = cast(dict, args.chat_template_kwargs or {}), tokenizer.chat_template
-    for key in options if isinstance(template, str) else ():
-        of_transformers = key in inspect.signature(tokenizer.apply_chat_template).parameters
-        if not of_transformers and not re.search(rf"\b{re.escape(key)}\b", template):
-            said = f"chat_template_kwargs={options!r}: {key!r} has no effect: the chat template does not use it"
-            raise ValueError(f"{said}. Remove {key!r}.")
+def warn_of_template_options(args: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name those of `chat_template_kwargs` that the chat template ignores, such as a misspelt one."""
+    template, known = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
+    for key in args.chat_template_kwargs or () if isinstance(template, str) else ():
+        if key not in known and not re.search(rf"\b{re.escape(key)}\b", template):
+            logger.warning(f"{key!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:

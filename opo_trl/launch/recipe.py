@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import trl
 from trl import ModelConfig, TrlParser
 
@@ -199,6 +200,8 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
     values = copy.deepcopy(given.values)  # what a library changes in a mapping is not what the recipe said
     if secrets.lost(values.get("hub_token")):  # a run's `recipe.yaml` lacks it, and the Hub uses a login instead
         values["hub_token"] = None
+    if "use_cpu" not in given.named and not torch.accelerator.is_available():
+        values["use_cpu"] = True  # Transformers would only say that this has to be set
     script, args, model_config = (
         kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
         for kind in _argument_classes(given.trainer)

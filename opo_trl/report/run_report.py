@@ -58,15 +58,18 @@ def page(content: Mapping[str, Any]) -> str:
 
 
 def write_report(folder: Path) -> Path:
-    """Write the `report.html` of a run, finished or not, into its folder. A `ValueError` if the folder has no run."""
-    files.write(folder / REPORT, page(describe(folder)))
+    """Write the `report.html` of a run, finished or not, into its folder, and print its path and verdict."""
+    content = describe(folder)
+    files.write(folder / REPORT, page(content))
+    wrong = [verdict.line for verdict in content["verdicts"] if verdict.wrong]
+    print(f"Report: {folder / REPORT}. {printable(content['summary'][-1])}", *wrong, sep="\n", flush=True)
     return folder / REPORT
 
 
 def write_or_say_why(folder: Path) -> None:
-    """Write the report of a run and print its path: whatever is wrong with it does not hide how the run ended."""
+    """Write the report of a run: whatever is wrong with it does not hide how the run ended."""
     try:
-        print(f"Report: {write_report(folder)}", flush=True)
+        write_report(folder)
     except Exception as error:
         said = f"{type(error).__name__}: {one_line(str(error))}"
         again = f"`opo-trl report {shlex.quote(str(folder))}` prints it."

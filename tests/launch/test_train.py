@@ -74,6 +74,20 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
         assert all(cell["scored"] == 24 for level in summary[time].values() for cell in level.values())
 
 
+def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
+    problems = tmp_path / "problems.csv"
+    problems.write_text("problem,solution\n" + "".join(f"What is {i} + {i}?,{2 * i}\n" for i in range(50)))
+    fields = {"model_name_or_path": tiny_model, "dataset_name": problems, "output_dir": tmp_path / "run"}
+    fields |= {"max_completion_length": 8, "max_completions": 64, "per_device_train_batch_size": 8}
+    words = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
+    assert main([str(ROOT / "recipes" / "own_data.yaml"), *words]) == 0
+    assert "'enable_thinking' of `chat_template_kwargs` has no effect" in caplog.text
+    assert "no completion has a learning signal in the first rollout" in caplog.text
+    said = capsys.readouterr()
+    assert "wrong    Zero-variance groups held 100% of completions" in said.out
+    assert "8/8 [" in said.err  # of 16,000 steps, those that the completions last for
+
+
 def test_plan_is_all_that_is_made(tmp_path, capsys):
     folder = tmp_path / "run"
     _, *words = arguments(ARITHMETIC, output_dir=folder, **SHORT)
