@@ -82,10 +82,7 @@ class ObjectiveConfig:
     def check_objective(self) -> None:
         """Check the combinations of fields, and fill in the defaults that depend on other fields."""
         if self.mu is not None and self.chi2_radius is not None:
-            raise ValueError(
-                f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set, but chi2_radius determines mu. "
-                "Remove one of them."
-            )
+            raise ValueError(f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set. Remove one of them.")
         for name in ("temperature_range", "positive_bounds", "negative_bounds"):
             value = getattr(self, name)
             ordered = len(value) == 2 and 0 <= value[0] <= value[1] > 0  # a weight of 0 would exclude samples
@@ -121,10 +118,8 @@ class ObjectiveConfig:
                 pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
                 readers = [name for name, other in OBJECTIVES.items() if each.name in other.fields]
                 instead = f", or set `objective` to {' or '.join(readers)}" if readers else ""
-                raise ValueError(
-                    f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}. Remove "
-                    f"`{each.name}`{instead}."
-                )
+                said = f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}"
+                raise ValueError(f"{said}. Remove `{each.name}`{instead}.")
 
 
 def check_optim_args(args: Any) -> None:
@@ -207,16 +202,11 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         check_optim_args(self)
         self._check_generation()
         if self.max_staleness and (self.num_iterations == 1 or self.is_on_policy):
-            raise ValueError(
-                f"max_staleness={self.max_staleness} replays nothing: one optimizer step takes every pass over a "
-                f"rollout. Set `num_iterations` to 2 or more and `gradient_accumulation_steps` to at most "
-                f"{self.steps_per_generation}, or `max_staleness` to 0."
-            )
+            fix = f"2 or more, and `gradient_accumulation_steps` to at most {self.steps_per_generation}"
+            raise ValueError(f"max_staleness={self.max_staleness} replays nothing. Set `num_iterations` to {fix}.")
         if self.rollouts is not None and (self.max_sampling_rounds > 1 or self.remove_unused_columns):
-            raise ValueError(
-                f"rollouts={self.rollouts!r} cannot be combined with `max_sampling_rounds` above 1, since nothing is "
-                "generated, or with `remove_unused_columns`, which would remove them. Remove these."
-            )
+            others = "`max_sampling_rounds` above 1, or `remove_unused_columns`. Remove these"
+            raise ValueError(f"rollouts={self.rollouts!r} cannot be combined with {others}.")
         for name in ("enable_jit_checkpoint", "ignore_data_skip"):
             wanted = "False: it saves inside an optimizer step, or loses a rollout, so no run could be resumed exactly"
             require(not getattr(self, name), name, True, wanted)

@@ -63,10 +63,8 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def grouped(x: Tensor, num_generations: int) -> Tensor:
     """Reshape `[N]` to `[N // G, G]`. Raises `ValueError` if N is not a multiple of G = `num_generations`."""
     if num_generations < 1 or x.dim() != 1 or x.numel() % num_generations != 0:
-        raise ValueError(
-            f"Expected a 1-D tensor of complete groups of num_generations={num_generations} rows, got shape "
-            f"{tuple(x.shape)}. Pass the rows of complete groups, group after group."
-        )
+        said = f"Expected a 1-D tensor of complete groups of {num_generations=} rows, got shape {tuple(x.shape)}"
+        raise ValueError(f"{said}. Pass the rows of complete groups, group after group.")
     return x.view(-1, num_generations)
 
 

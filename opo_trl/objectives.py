@@ -202,10 +202,8 @@ class TOPR(Objective):
     def targets(self, groups: Groups) -> Targets:
         args = self.args
         if args.push == "reward" and not groups.has_rewards:
-            raise ValueError(
-                "The rollout has no `rewards_per_func`, which push='reward' needs. Return them from "
-                "`_generate_and_score_completions`, with shape [B, number of reward functions]."
-            )
+            fix = "Return them from `_generate_and_score_completions`, `[B, number of reward functions]`"
+            raise ValueError(f"The rollout has no `rewards_per_func`, which push='reward' needs. {fix}.")
         # Advantages are centred, but rounding may leave something in a group of equal rewards.
         given = groups.rewards if args.push == "reward" else groups.advantages
         if args.push == "escort":
@@ -250,8 +248,6 @@ def objective_named(name: str) -> type[Objective]:
     except Exception as error:  # of the module, which may raise anything
         why = f": {type(error).__name__}: {error}"
     if not (isinstance(found, type) and issubclass(found, Objective)):
-        raise ValueError(
-            f"objective={name!r} is none of {', '.join(OBJECTIVES)} and not the dotted path of a subclass of "
-            f"`opo_trl.objective.Objective`{why}. Set `objective` to one of them."
-        )
+        said = f"objective={name!r} is none of {', '.join(OBJECTIVES)}"
+        raise ValueError(f"{said} and not the dotted path of a subclass of `opo_trl.objective.Objective`{why}.")
     return found

@@ -228,15 +228,11 @@ class OPOTrainer(GRPOTrainer):
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = wanted(f"{model_id.split('/')[-1]}-{self._name}")
         elif not isinstance(args, wanted):
-            raise TypeError(
-                f"`args` is a `{type(args).__name__}`, but {type(self).__name__} needs a `{wanted.__name__}`. "
-                "Both take the fields of `GRPOConfig`: change the class name."
-            )
+            said = f"`args` is a `{type(args).__name__}`, but {type(self).__name__} needs a `{wanted.__name__}`"
+            raise TypeError(f"{said}. Both take the fields of `GRPOConfig`: change the class name.")
         if args.use_vllm and quantized:
-            raise ValueError(
-                "use_vllm=True cannot be combined with a quantized base model: TRL sends vLLM the packed weights, "
-                "which it rejects (huggingface/trl#4973). Set use_vllm=False, or train LoRA on the base as it is."
-            )
+            why = "TRL sends vLLM the packed weights, which it rejects (huggingface/trl#4973)"
+            raise ValueError(f"use_vllm=True cannot be combined with a quantized base model: {why}.")
         return args
 
     @property
@@ -250,7 +246,7 @@ class OPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Train, from the beginning or from a checkpoint; warns if the χ² term has no effect.
+        Train, from the beginning or from a checkpoint.
 
         Args:
             resume_from_checkpoint (`str` or `bool`, *optional*):
@@ -260,13 +256,6 @@ class OPOTrainer(GRPOTrainer):
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
                 or no weight would be trained.
         """
-        config = self.args
-        if config.is_on_policy and self.policy_objective.is_regression:
-            logger.warning(
-                f"Every rollout serves a single optimizer step (steps_per_generation={config.steps_per_generation}, "
-                f"gradient_accumulation_steps={config.gradient_accumulation_steps}), so the χ² term has no effect: "
-                f"this is REINFORCE with escort weights. For off-policy steps, see docs/reuse.md."
-            )
         check_trainable(self.model)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)

@@ -174,12 +174,6 @@ def test_metrics_are_the_definitions(tiny_model, tmp_path):
     assert entries[0]["opo/frac_zero_drive"] == pytest.approx(4 / 14)
 
 
-def test_on_policy_run_is_warned_of_once(tiny_model, tmp_path, caplog):
-    trained(tiny_model, tmp_path / "1", max_steps=3)
-    trained(tiny_model, tmp_path / "2", max_steps=3, steps_per_generation=4)
-    assert caplog.text.count("serves a single optimizer step") == 1
-
-
 def test_rollout_without_signal_has_no_gradient_response_efficiency(tiny_model, tmp_path):
     trainer = trained(tiny_model, tmp_path, script=Script([1.0] * 8))
     (entry,) = logged(trainer)

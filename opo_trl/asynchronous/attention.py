@@ -22,10 +22,8 @@ def check_model(model: torch.nn.Module) -> None:
     """Check that Transformers can choose a model's attention; or a `ValueError`."""
     inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     if not inner._supports_attention_backend:
-        raise ValueError(
-            f"{type(inner).__name__} has an attention of its own, which would mix the samples of a micro-batch. Train "
-            "it with `trainer: opo` (`OPOTrainer`), or another model."
-        )
+        said = f"{type(inner).__name__} has an attention of its own, which would mix the samples of a micro-batch"
+        raise ValueError(f"{said}. Train it with `trainer: opo` (`OPOTrainer`), or another model.")
 
 
 @contextmanager

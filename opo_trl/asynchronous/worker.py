@@ -62,10 +62,8 @@ class OPORolloutLoop(_AsyncRolloutLoop):
         self._counters["sample/unscored_total"] += len(samples) - len(kept)
         self._unscored = 0 if kept else self._unscored + 1
         if self._unscored == MOST_UNSCORED:
-            raise RewardError(
-                f"No completion of the last {MOST_UNSCORED} groups has a score, or a token to train. Check the "
-                f"rewards ({', '.join(self.reward_func_names)}): `None` and NaN are no score."
-            )
+            said = f"No completion of the last {MOST_UNSCORED} groups has a score, or a token to train"
+            raise RewardError(f"{said}. Check the rewards ({', '.join(self.reward_func_names)}).")
         return kept
 
 
@@ -111,11 +109,8 @@ def check_logprobs(client: VLLMClient, temperature: float) -> None:
     client.wait_for_server_ready()
     mode = client.get_server_info()["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs" and (mode, temperature) != ("raw_logprobs", 1.0):
-        raise ValueError(
-            f"The vLLM server at {mask_text(client.server_url)} runs with `--logprobs-mode {mode}`, so with "
-            f"temperature={temperature} it does not report the log-probabilities that it samples from. Serve with "
-            "`--logprobs-mode processed_logprobs`."
-        )
+        said = f"The vLLM server at {mask_text(client.server_url)} runs with `--logprobs-mode {mode}`"
+        raise ValueError(f"{said}, but {temperature=} needs `--logprobs-mode processed_logprobs`.")
 
 
 def _end_with_parent() -> None:

@@ -35,10 +35,8 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         attention = str(getattr(part, "_attn_implementation", None))
         if "/" in attention and "attn_implementation" not in options:  # Transformers would download it, and run it
-            raise ValueError(
-                f"{field}={path!r}: its config.json asks for code from the Hub, attn_implementation={attention!r}. "
-                "Remove it there, or set `attn_implementation` to one that you trust, such as 'sdpa'."
-            )
+            said = f"{field}={path!r}: its config.json asks for code from the Hub, attn_implementation={attention!r}"
+            raise ValueError(f"{said}. Set `attn_implementation` to one that you trust, such as 'sdpa'.")
     if "gguf_file" in options or getattr(config, "quantization_config", None) is not None:
         return
     kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
@@ -54,10 +52,8 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
         if has_bars:
             logging.enable_progress_bar()
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
-        raise ValueError(
-            f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors that Transformers "
-            "would initialize at random. Restore the files, or correct config.json."
-        )
+        said = f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors"
+        raise ValueError(f"{said}, which Transformers would initialize at random. Restore the files.")
 
 
 def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
@@ -72,15 +68,11 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
 def check_trainable(model: Any) -> None:
     """Check that a weight of a model can be trained, and that TRL trains its adapter."""
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise ValueError(
-            f"model={get_config_model_id(model.config)!r} would not be trained: none of its weights requires a "
-            "gradient. Load an adapter by `PeftModel.from_pretrained(…, is_trainable=True)`; after "
-            "`merge_and_unload()` or `requires_grad_(False)`, call `model.requires_grad_(True)`."
-        )
+        said = f"model={get_config_model_id(model.config)!r} would not be trained: no weight requires a gradient"
+        raise ValueError(f"{said}. Load an adapter with `is_trainable=True`, or call `model.requires_grad_(True)`.")
     if hasattr(getattr(model, "get_output_embeddings", lambda: None)(), "lora_A"):
-        raise ValueError(
-            "An adapter is on the LM head, which TRL does not train. Remove the head from `lora_target_modules`."
-        )
+        fix = "Remove the head from `lora_target_modules`"
+        raise ValueError(f"An adapter is on the LM head, which TRL does not train. {fix}.")
 
 
 @contextmanager

@@ -69,11 +69,9 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     divided = ((group, len(group) // num_generations) for group in members.values())
     groups = [group[part::parts][:num_generations] for group, parts in divided for part in range(parts)]
     if not groups:
-        raise ValueError(
-            f"rollouts={source!r} has no group of num_generations={num_generations} completions: its "
-            f"{len(members):,} groups have up to {max(map(len, members.values()))}. Lower `num_generations`, or "
-            "record more completions of each prompt."
-        )
+        most = max(map(len, members.values()))
+        said = f"rollouts={source!r} has no group of {num_generations=} completions, only of up to {most}"
+        raise ValueError(f"{said}. Lower `num_generations`, or record more completions of each prompt.")
     if dropped := len(rows) - len(groups) * num_generations:
         logger.warning(f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over from groups.")
     further = [name for name in names if name not in ("group", *KNOWN)]

@@ -39,11 +39,8 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
             found = one_line(", ".join(sorted({name for row in rows for name in row})))
             raise ValueError(f"no step has a metric of GRPOTrainer; found {found or 'nothing'}")
     except (ValueError, csv.Error, RecursionError) as error:
-        raise ValueError(
-            f"RUN={str(file)!r} is not the log of a GRPO run: {error}. RUN is a folder of TRL with {STATE}, that file "
-            "or an export of one run as .jsonl, .json or .csv: a row per logged step, with columns such as step, "
-            "reward and frac_reward_zero_std."
-        ) from error
+        wanted = f"a folder of TRL with {STATE}, that file or an export of one run as .jsonl, .json or .csv"
+        raise ValueError(f"RUN={str(file)!r} is not the log of a GRPO run: {error}. RUN is {wanted}.") from error
     return log, [] if file == path else [f"Read: {file}."]
 
 

@@ -138,10 +138,8 @@ class IsolatedReward(CountingReward):
             pool.schedule(os.getpid).result(START_LIMIT)  # a failing import raises here, not at every completion
         except (BrokenProcessPool, TimeoutError) as error:
             self.close()
-            raise RewardError(
-                f"The worker processes of {self.__name__} do not start; their output above says why. Make its module "
-                f"{self.reward.__module__!r} importable in a new process."
-            ) from error
+            said = f"The worker processes of {self.__name__} do not start; their output above says why"
+            raise RewardError(f"{said}. Make {self.reward.__module__!r} importable in a new process.") from error
         return pool
 
 

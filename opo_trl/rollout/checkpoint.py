@@ -219,10 +219,8 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     args = trainer.args
     state = load_state(Path(folder), trainer.accelerator.process_index)
     if state.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder!r} was saved by another version of opo_trl. Resume it with that version, or set "
-            "`model_name_or_path` to it to start from its weights."
-        )
+        fix = "Resume it with that version, or set `model_name_or_path` to it to start from its weights"
+        raise ValueError(f"{folder!r} was saved by another version of opo_trl. {fix}.")
     saved, own = json.loads(state["plain"])["settings"], settings(trainer)
     if state["position"] > 0:
         how, instead = "in the middle of a rollout", "resume from a checkpoint at the end of a rollout"

@@ -104,13 +104,7 @@ def reject_other_widths(args: Any) -> None:
     """Reject fields by which a completion is scored in batches of several widths, for a model that depends on them."""
     fields = {"max_staleness": 0, "rollouts": None, "max_tokens_per_micro_batch": None}
     for name in (name for name, default in fields.items() if getattr(args, name, default) != default):
-        raise ValueError(
-            f"{name}={getattr(args, name)!r} needs a model whose log-probabilities do not depend on padding, but this "
-            f"one's do: a completion has others in each micro-batch. Remove `{name}`, or train a model such as Llama "
-            "or Qwen, with neither `longrope` nor `dynamic` RoPE and without virtual tokens."
-        )
+        said = f"{name}={getattr(args, name)!r} needs a model whose log-probabilities do not depend on padding"
+        raise ValueError(f"{said}, as this one's do. Remove `{name}`, or train a model such as Llama or Qwen.")
     if getattr(args, "plan_micro_batches", False):
-        logger.warning(
-            "The log-probabilities of this model depend on padding, so `plan_micro_batches` has no effect: all "
-            "micro-batches are as wide as their rollout."
-        )
+        logger.warning("The model's log-probabilities depend on padding, so `plan_micro_batches` has no effect.")

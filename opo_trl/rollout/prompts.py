@@ -21,12 +21,10 @@ def check_enough_prompts(available: int, args: OPOConfig, described: str = "") -
     """
     needed = args.generation_batch_size // args.num_generations
     if available < needed:
-        described = f" ({described})" if described else ""
-        raise ValueError(
-            f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the dataset has {available}{described}. Provide at least {needed} "
-            "or lower `per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
-        )
+        said = f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations}"
+        said += f" needs {needed} prompts for one rollout, but the dataset has {available} {described}".rstrip()
+        fix = "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`"
+        raise ValueError(f"{said}. Provide {needed}, or lower {fix}.")
 
 
 class EpochSampler(RepeatSampler):

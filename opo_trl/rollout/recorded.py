@@ -100,11 +100,9 @@ class Recorded:
         samples = [row for group in groups for row in group]
         sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
         if sampled != [f"{args.temperature:g}"]:
-            raise ValueError(
-                f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} has completions that were sampled "
-                f"at a temperature of {' and '.join(sampled)}. Keep those of one temperature, and set `temperature` "
-                "to it."
-            )
+            said = f"rollouts={args.rollouts!r} were sampled at a temperature of {' and '.join(sampled)}"
+            fix = "Keep those of one temperature, and set `temperature` to it"
+            raise ValueError(f"temperature={args.temperature:g}, but {said}. {fix}.")
         if "completion_ids" in samples[0]:
             _check_texts(trainer, samples[:100])
         else:
@@ -183,10 +181,9 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
 
     known = [(row["completion_ids"], text_of(row.get("completion")) or "") for row in samples]
     if 2 * sum(says(ids, text) for ids, text in known) < len(known):
-        raise ValueError(
-            f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text. "
-            "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`."
-        )
+        said = f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text"
+        fix = "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`"
+        raise ValueError(f"{said}. {fix}.")
 
 
 def _tokenize(trainer: Any, samples: list[dict[str, Any]]) -> None:
@@ -207,18 +204,14 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     """Add the log-probabilities under the model that wrote the completions, computed by all processes together."""
     args, prompts, model = trainer.args, trainer.train_dataset["prompt"], trainer.args.rollouts_model
     if model is None:
-        raise ValueError(
-            f"rollouts={args.rollouts!r} has no column `logprobs`, and it is not known which model wrote the "
-            "completions. Set `rollouts_model` to it."
-        )
+        fix = "Set `rollouts_model` to the model that wrote the completions"
+        raise ValueError(f"rollouts={args.rollouts!r} has no column `logprobs`. {fix}.")
     options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
     with unsharded():
         author = create_model_from_path(model, **{**options, "device_map": None})
     if AutoTokenizer.from_pretrained(model).get_vocab() != trainer._tokenizer.get_vocab():
-        raise ValueError(
-            f"rollouts_model={model!r} has another vocabulary than the model to train. Set it to the model that wrote "
-            "the completions, or record their log-probabilities where they are written."
-        )
+        fix = "Record log-probabilities where completions are written"
+        raise ValueError(f"rollouts_model={model!r} has another vocabulary than the model to train. {fix}.")
     process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}
     with unsharded():
         author = author.to(trainer.accelerator.device).eval()

@@ -49,8 +49,6 @@ def count_failures(rewards: Sequence[Any], n_completions: int, accelerator: Acce
     gathered = accelerator.gather(torch.tensor([counts], device=accelerator.device))
     timeouts, errors, n_scores = gathered.sum(dim=0).tolist()
     if 2 * (timeouts + errors) >= n_scores:
-        raise RewardError(
-            f"{timeouts + errors} of {n_scores} completions could not be scored: {timeouts} by running out of time, "
-            f"{errors} by errors. The warnings above say why."
-        )
+        said = f"{timeouts + errors} of {n_scores} completions could not be scored"
+        raise RewardError(f"{said}: {timeouts} by running out of time, {errors} by errors. Warnings above say why.")
     return {"reward/timeouts": timeouts, "reward/errors": errors}

@@ -58,11 +58,10 @@ class SkippedSteps:
             self.in_a_row = 0  # a run resumed from this checkpoint has as many attempts
         yield
         if too_many:
-            raise RuntimeError(
-                f"max_skipped_steps={self.args.max_skipped_steps} is reached: that many gradients in a row were not "
-                f"finite. The last complete checkpoint is {last_complete(self.args.output_dir)}. Lower "
-                "`learning_rate`, or use bfloat16 instead of float16."
-            )
+            said = f"max_skipped_steps={self.args.max_skipped_steps} is reached: gradients were not finite"
+            fix = "Lower `learning_rate`, or use bfloat16 instead of float16"
+            last = last_complete(self.args.output_dir)
+            raise RuntimeError(f"{said}. The last complete checkpoint is {last}. {fix}.")
 
     def _step_schedule(self, scheduler: Any) -> None:
         """Advance the schedule over a skipped step, as Transformers does without gradient scaler and DeepSpeed."""
