@@ -7,8 +7,11 @@ The bound cannot be part of the field's metadata: `HfArgumentParser` passes all 
 """
 
 import functools
+import importlib
 import math
 import numbers
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -72,6 +75,21 @@ def require(condition: bool, name: str, value: object, wanted: object) -> None:
 
 def _not_allowed(name: str, value: object, wanted: object) -> str:
     return f"{name}={value!r} is not allowed. Set `{name}` to {wanted}."
+
+
+def load(name: str, path: str, wanted: str, example: str) -> Any:
+    """
+    Import what a field names by its dotted path, also from the current folder. `wanted` it can be, and an `example`,
+    are for the message of a `ValueError`.
+    """
+    module, _, attribute = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        said = f"{name}={path!r} cannot be imported: {type(error).__name__}: {error}"
+        raise ValueError(f"{said}. Set `{name}` to {wanted}, such as {example}.") from error
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:

@@ -18,12 +18,12 @@ fields that they read have the meaning that they have in TRL.
 """
 
 import math
-from importlib import import_module
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from .fields import load, require
 from .objective import (
     OPO,
     SEQUENCE_CLAMP,
@@ -241,13 +241,7 @@ def objective_named(name: str) -> type[Objective]:
     """The objective of a word of [`OBJECTIVES`], or of the dotted path of a class. `ValueError` if there is none."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
-    found, why = None, ""
-    try:
-        module, _, kind = name.rpartition(".")
-        found = getattr(import_module(module), kind)
-    except Exception as error:  # of the module, which may raise anything
-        why = f": {type(error).__name__}: {error}"
-    if not (isinstance(found, type) and issubclass(found, Objective)):
-        said = f"objective={name!r} is none of {', '.join(OBJECTIVES)}"
-        raise ValueError(f"{said} and not the dotted path of a subclass of `opo_trl.objective.Objective`{why}.")
+    wanted = f"one of {', '.join(OBJECTIVES)}, or the dotted path of a subclass of `opo_trl.objective.Objective`"
+    found = load("objective", name, wanted, "my_module.Mine")
+    require(isinstance(found, type) and issubclass(found, Objective), "objective", name, wanted)
     return found

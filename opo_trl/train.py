@@ -47,7 +47,6 @@ from .report.run_report import accuracies, accuracy_lines, write_or_say_why
 from .rewards.errors import RewardError
 from .rollout import recorded
 from .rollout.checkpoint import check_resumable
-from .rollout.prompts import check_enough_prompts
 from .trainer import OPOTrainer
 
 
@@ -95,8 +94,6 @@ def prepare(argv: Sequence[str]) -> Run:
     check_conversations(tools, data.training)
     if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
         preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
-    if isinstance(args, OPOConfig):  # asynchronous training repeats its prompts, and has a server of another kind
-        check_enough_prompts(len(data.training), args, data.plan)
 
     folder = Path(args.output_dir)
     kind: Any = OPOTrainer

@@ -169,6 +169,8 @@ class OPOTrainer(GRPOTrainer):
             train_dataset, reward_funcs = self._recorded.dataset, reward_funcs or self._recorded.reward_func
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
+        if isinstance(train_dataset, Dataset):
+            check_enough_prompts(len(train_dataset), args)
         with reference.given(model):
             super().__init__(model, rewards, args, train_dataset, eval_dataset, **options)
         # TRL tells by the model's own tokens where completions end.
@@ -176,8 +178,6 @@ class OPOTrainer(GRPOTrainer):
         if (ends := generation.get("stop_token_ids" if args.use_vllm else "eos_token_id")) is not None:
             ends = [ends] if isinstance(ends, int) else ends
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
-        if isinstance(self.train_dataset, Dataset):
-            check_enough_prompts(len(self.train_dataset), args)
         if args.rollouts is not None:
             self.train_dataset = self._recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have

@@ -12,10 +12,9 @@ from ..config import OPOConfig
 from ..data.arithmetic import arithmetic_reward
 from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
-from ..fields import require
+from ..fields import load, require
 from ..rewards.accuracy import accuracy_reward
 from ..rewards.scoring import IsolatedReward
-from . import foreign
 
 
 # Name in `reward_funcs` → function.
@@ -34,7 +33,7 @@ REWARDS: dict[str, Callable] = {
 def load_reward(name: str) -> Callable:
     """Find a reward function by its name in [`REWARDS`] or its dotted import path."""
     wanted = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
-    return REWARDS.get(name) or foreign.load("reward_funcs", name, wanted, example="my_rewards.length_reward")
+    return REWARDS.get(name) or load("reward_funcs", name, wanted, "my_rewards.length_reward")
 
 
 def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..arguments import OPOScriptArguments
-from . import foreign
+from ..fields import load
 from .preflight import OF_TRAINER
 
 
@@ -25,10 +25,10 @@ def load_tools(script: OPOScriptArguments) -> Tools:
     """Find the tools and the environment of a run; a `ValueError` if one of them does not exist."""
     found, offered = Tools(), []
     if script.tools:
-        offered = [foreign.load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
+        offered = [load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
         found.for_trainer["tools"] = [*offered]
     if name := script.environment_factory:
-        factory: Callable = foreign.load("environment_factory", name, "a class", "my_game.Game")
+        factory: Callable = load("environment_factory", name, "a class", "my_game.Game")
         environment = factory()
         methods = dict(inspect.getmembers(environment, inspect.ismethod))
         offered += [methods[name] for name in methods if name not in ("reset", "get_reward") and name[0] != "_"]

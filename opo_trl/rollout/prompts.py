@@ -14,15 +14,12 @@ from trl.trainer.utils import RepeatSampler
 from ..config import OPOConfig
 
 
-def check_enough_prompts(available: int, args: OPOConfig, described: str = "") -> None:
-    """
-    Check that a dataset fills one rollout. TRL's sampler drops an incomplete one, and would train for zero steps.
-    `described` says for the message where its prompts are from, and which part is held out.
-    """
+def check_enough_prompts(available: int, args: OPOConfig) -> None:
+    """Check that a dataset fills one rollout: TRL's sampler drops an incomplete one, and would train for no step."""
     needed = args.generation_batch_size // args.num_generations
     if available < needed:
         said = f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations}"
-        said += f" needs {needed} prompts for one rollout, but the dataset has {available} {described}".rstrip()
+        said += f" needs {needed} prompts for one rollout, but the dataset has {available}"
         fix = "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`"
         raise ValueError(f"{said}. Provide {needed}, or lower {fix}.")
 
