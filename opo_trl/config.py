@@ -155,7 +155,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
 
     Raises:
         `ValueError`: a value is out of its range, fields exclude each other, or the objective does not read a field.
-            The message names the field, the value and what to do.
     """
 
     max_sampling_rounds: Annotated[int, COUNT] = setting(

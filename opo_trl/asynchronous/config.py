@@ -35,13 +35,11 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     [`~transformers.TrainingArguments`], with the meaning and the defaults that they have in [`OPOConfig`].
 
     A group is scored on its own, so what needs a whole rollout is rejected: `chi2_radius`, `positivity="stiffen"`,
-    `drive_scaling="batch"`, `adaptive_temperature` and `anchor_correction`. So are filters of the next token (`top_p`,
-    `top_k`, `min_p`, `repetition_penalty`): the server's log-probabilities are those of the behaviour policy only
-    without them. `min_p` is sent as 0.0, so that the server takes none from the model's `generation_config.json`.
+    `drive_scaling="batch"`, `adaptive_temperature` and `anchor_correction`. So are filters of the next token, as
+    `top_p`. `min_p` is sent as 0.0, so that the server takes none from the model's `generation_config.json`.
 
     Raises:
-        `ValueError`: a value is out of its range, or a parameter that the trainer cannot follow is set. The message
-        names the field, the value and what to do.
+        `ValueError`: a value is out of its range, or a parameter that the trainer cannot follow is set.
     """
 
     # Of TRL's losses, with the meaning and defaults that they have in `GRPOConfig`

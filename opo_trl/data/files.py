@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from pyarrow.parquet import ParquetFile
 
 
 _ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv", ".tsv")
+_SPACE = re.compile(r"\s*")
 
 
 def load_rows(dataset_name: str, dataset_config: str | None = None, split: str = "train") -> Dataset:
@@ -102,6 +104,9 @@ def _table_rows(text: str, suffix: str) -> list[dict[str, Any]]:
 
 def _json_rows(text: str) -> list[Mapping[str, Any]]:
     """The objects of JSON lines, or of a file that is one JSON list."""
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.split("\n") if line.strip()]
+    decoder, rows, end = json.JSONDecoder(), [], _SPACE.match(text).end()
+    while end < len(text):
+        row, end = decoder.raw_decode(text, end)
+        rows.append(row)
+        end = _SPACE.match(text, end).end()
+    return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows

@@ -84,11 +84,7 @@ def tokenize_prompts(
     """Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
     options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})}
     texts: list[Any] = [p if isinstance(p, str) else tokenizer.apply_chat_template(p, **options) for p in prompts]
-    ids = tokenizer(text=texts, add_special_tokens=isinstance(prompts[0], str))["input_ids"]
-    if [] in ids:
-        said = f"prompt: {shown(prompts[ids.index([])])} has no tokens with {tokenizer.name_or_path!r}"
-        raise ValueError(f"{said}. Change the prompt, or the chat template.")
-    return ids
+    return tokenizer(text=texts, add_special_tokens=isinstance(prompts[0], str))["input_ids"]
 
 
 def drop_long_prompts(
@@ -101,12 +97,10 @@ def drop_long_prompts(
     Drop the prompts that are longer than a limit. TRL neither truncates prompts nor limits their length.
 
     Args:
-        dataset (`Dataset`), tokenizer (`PreTrainedTokenizerBase`):
-            Rows with the column `prompt`, from [`to_prompts`], and the trainer's tokenizer.
+        dataset (`Dataset`), tokenizer (`PreTrainedTokenizerBase`), chat_template_kwargs (`dict`, *optional*):
+            Rows with the column `prompt`, from [`to_prompts`], and what the trainer renders them with.
         max_prompt_length (`int`):
-            Longest prompt to keep, in tokens as the model gets it, with the chat template.
-        chat_template_kwargs (`dict[str, Any]`, *optional*):
-            The trainer's, such as `{"enable_thinking": False}`, which adds four tokens to a prompt of Qwen3.
+            Longest prompt to keep, in tokens as the model gets it.
 
     Raises:
         `ValueError`: if no row is left.

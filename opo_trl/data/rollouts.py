@@ -3,10 +3,10 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 
 | column | |
 |---|---|
-| `prompt` | text, or messages |
-| `completion` | text, or the message of the assistant; not needed where there are tokens |
+| `prompt` | text, or messages that each have a `role` |
+| `completion` | text, or one message of the assistant with nothing but `content`; not needed where there are tokens |
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
-| `logprobs` | of each token, under the policy that wrote it |
+| `logprobs` | of each token, under the policy that wrote it: finite and at most 0 |
 | `completion_mask` | 1 for each token to train on, 0 for those of somebody else, such as a tool |
 | `temperature` | at which it was sampled, and for which `logprobs` are |
 | `reward` | a number, or null for a completion that could not be scored |
@@ -34,16 +34,8 @@ logger = logging.getLogger(__name__)
 # Column of a dataset of groups: for each completion of a group, what differs from the others.
 RECORDED = "recorded"
 
-# Columns of a row, and what they hold; there may be others, for the reward functions.
-KNOWN = {
-    "prompt": "text, or messages that each have a `role` and `content`",
-    "completion": "text, or one message of the assistant with nothing but `content`",
-    "completion_ids": "token ids, at least one",
-    "logprobs": "for each of the tokens the logarithm of a probability, finite and at most 0",
-    "completion_mask": "for each of the tokens 0 or 1",
-    "temperature": "a number above 0",
-    "reward": "a number, or null if it could not be scored",
-}
+# Columns of a row; there may be others, for the reward functions.
+KNOWN = ("prompt", "completion", "completion_ids", "logprobs", "completion_mask", "temperature", "reward")
 
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
@@ -117,10 +109,10 @@ def _rows(source: str) -> list[dict[str, Any]]:
         raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
     for file, rows in parts.items():
         for number, row in enumerate(rows, 1):
-            for name, form in KNOWN.items():
+            for name in KNOWN:
                 if name in row and not _fits(name, row[name], row.get("completion_ids")):
                     said = f"rollouts={file!r}, row {number}: `{name}` is {row[name]!r:.60}"
-                    raise ValueError(f"{said}. Write {form}.")
+                    raise ValueError(f"{said}, which it cannot be. See docs/reuse.md.")
     return [row for rows in parts.values() for row in rows]
 
 

@@ -79,15 +79,10 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
     @cached_property
     def plan(self) -> str:
         """The plan, printed when training starts."""
-        args = self.args
-        return (
-            f"{self._name} training plan\n"
-            f"  rollout    {args.num_generations} completions per prompt, at most {args.max_completion_length:,} new "
-            f"tokens each; completions more than {args.max_staleness} versions old are dropped\n"
-            f"  updates    passes over completions: {args.num_iterations}; weights are sent every "
-            f"{args.weight_sync_steps} steps\n"
-            f"  objective  {self.policy_objective.describe_objective()}"
-        )
+        args, groups = self.args, f"{self.args.num_generations} completions per prompt"
+        updates = f"each trained on {args.num_iterations} times; weights are sent every {args.weight_sync_steps} steps"
+        objective = self.policy_objective.describe_objective()
+        return f"{self._name} training plan\n  rollout    {groups}, {updates}\n  objective  {objective}"
 
     def train(self, *args, **kwargs):
         """As in TRL, after the plan is printed."""
