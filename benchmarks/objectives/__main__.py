@@ -4,6 +4,7 @@ What makes OPO work: pushes, weights and pull-backs, and published objectives, t
     python -m benchmarks.objectives run --jobs 2                 # what is missing of the two records
     python -m benchmarks.objectives report                       # → results/objectives.md and .png
     python -m benchmarks.objectives add my_module.MyObjective    # tunes and runs a further one: its row
+    python -m benchmarks.objectives check [replay]               # makes a row of the README's table again
 
 Every finished run is a line of `results/objectives.jsonl` or `fresh_seeds.jsonl`, which are committed: `run` goes on
 from there, on any machine. `add` takes an objective with the loss of tokens or completions, and keeps its runs beside
@@ -18,9 +19,10 @@ from importlib import import_module
 from pathlib import Path
 
 from .. import staged
+from ..pages import table
 from . import design
 from .design import ENTRIES, Entry, Results
-from .report import row_of, write_report
+from .report import AGES, METHODS, cells, reported, row_of, write_report
 from .training import Run
 
 
@@ -62,19 +64,37 @@ def add(path: str, jobs: int, field: str, values: tuple[float, ...]) -> int:
     return status
 
 
+def check(regime: str, jobs: int) -> int:
+    """Make the runs of one row of the README's table again, and print it below the recorded row; the exit status."""
+    recorded, file = read(RECORD), Path("runs/check.jsonl")
+    wanted = [run for name in METHODS.values() for run in reported(name, regime, recorded).values()]
+
+    def missing() -> list[tuple[Run, design.Entry]]:
+        done = read(file)
+        return [(run, ENTRIES[run.objective]) for run in wanted if run not in done]
+
+    status = staged.run_missing([missing], design.make, file, jobs)
+    rows = [["record", *cells(regime, recorded)], ["here", *cells(regime, read(file))]]
+    print(table((AGES[regime], *METHODS), rows))
+    return status
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for command in ("run", "add"):
+    for command in ("run", "add", "check"):
         commands.add_parser(command).add_argument("--jobs", type=int, default=1, help="runs at a time")
     commands.choices["add"].add_argument("path", help="dotted path of a subclass of `opo_trl.objective.Objective`")
     commands.choices["add"].add_argument("--field", default="", help="its own field, of the configuration or its own")
     commands.choices["add"].add_argument("--values", type=float, nargs=2, help="two values of the field to try")
+    commands.choices["check"].add_argument("regime", nargs="?", default="lag64", choices=AGES, help="the row")
     commands.add_parser("report")
     arguments = parser.parse_args()
     if arguments.command == "run":
         status = run_missing(design.cells(), RECORD, arguments.jobs)
         return status or staged.run_missing([missing_of_fresh_seeds], design.make, FRESH, arguments.jobs)
+    if arguments.command == "check":
+        return check(arguments.regime, arguments.jobs)
     if arguments.command == "add":
         if bool(arguments.field) != bool(arguments.values):
             parser.error("--field and --values go together.")

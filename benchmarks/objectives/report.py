@@ -26,6 +26,7 @@ AGES = {
     "lag64": "64 versions old, once",
     "replay": "replay, four passes",
 }
+METHODS = {"OPO": PAPER, "truncated REINFORCE": TR, "GSPO": GSPO, "GRPO": "GRPO"}  # of the README's table
 ADMISSIBLE = 1.0  # points that a simpler form may lose in any regime
 
 _INTRODUCTION = """\
@@ -226,17 +227,14 @@ def table_of_evidence(found: Results) -> str:
 
 def table_of_methods(found: Results) -> str:
     """Sampled, and in brackets greedy accuracy of OPO and published losses, by age of completions and passes."""
-    methods = {"OPO": PAPER, "truncated REINFORCE": TR, "GSPO": GSPO, "GRPO": "GRPO"}
-    rows = []
-    for regime, age in AGES.items():
-        reached = [
-            [shown(values(name, regime, found, measure)) for measure in ("sampled", "greedy")]
-            if reported(name, regime, found)
-            else None
-            for name in methods.values()
-        ]
-        rows.append([age, *("{} [{}]".format(*each) if each else "not run" for each in reached)])
-    return table(("completions", *methods), rows)
+    return table(("completions", *METHODS), [[age, *cells(regime, found)] for regime, age in AGES.items()])
+
+
+def cells(regime: str, found: Results) -> Iterator[str]:
+    """The cells of one row of that table."""
+    for name in METHODS.values():
+        reached = [values(name, regime, found, measure) for measure in ("sampled", "greedy")]
+        yield "{} [{}]".format(*map(shown, reached)) if all(reached) else "not run"
 
 
 def table_of_fresh_seeds(fresh: Results) -> str:
