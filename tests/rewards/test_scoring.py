@@ -112,7 +112,7 @@ def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate):
     server = next(
         p for p in psutil.Process().children() if any("opo_trl.rewards.scoring" in word for word in p.cmdline())
     )
-    to_end = [*server.children(), server]
+    to_end = [server, *server.children()]  # in this order, or the server may start another worker before its own end
     timer = threading.Timer(0.5, lambda: [process.terminate() for process in to_end])
     timer.start()
     assert score(by_fate, ["take a second"] * 2) == [1.0] * 2
