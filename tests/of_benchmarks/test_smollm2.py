@@ -14,6 +14,7 @@ needs_packages = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_packages
 def test_folder_loads_as_any_other(tmp_path):
     smollm2.main(["--output", str(tmp_path)])

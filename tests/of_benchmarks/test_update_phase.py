@@ -68,8 +68,9 @@ def test_a_phase_trains_on_the_fixed_rollout_and_is_timed_completely(method, mon
 # The comparison
 
 
-def test_committed_tokens_are_those_counted_now():
+def test_committed_tokens_are_those_counted_now(monkeypatch):
     """GRPOTrainer passes its rollout, padded to the longest, twice; OPOTrainer less."""
+    monkeypatch.setattr(update_phase, "VARIANTS", {update_phase.DEFAULT: update_phase.VARIANTS[update_phase.DEFAULT]})
     committed = json.loads(update_phase.RESULTS.read_text())["cases"][str(update_phase.QUICK)]
     trainers = update_phase.make_trainers(update_phase.QUICK)
     for name in ("GRPOTrainer", update_phase.DEFAULT):
