@@ -31,7 +31,6 @@ FIRST = (
     "test_two_steps",
     "test_train",
     "test_notebooks",
-    "test_update_phase",
     "test_scoring",
     "test_fitting_in",
     "test_parity",

@@ -34,6 +34,7 @@ OPTIONS = {
     "logging_steps": 1,
     "validation_steps": 2,
     "validation_size": 8,
+    "report_levels": "Level 4",
     "report_size": 8,
     "steps_per_generation": 4,
     "gradient_accumulation_steps": 1,

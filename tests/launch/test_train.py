@@ -150,6 +150,7 @@ def train_watched(folder: str) -> None:
     """Runs in each process of a sharded run."""
     train.OPOTrainer = Watching
     here = {"use_cpu": "false", "output_dir": folder, "max_steps": 1, "report_size": 4, "validation_size": 4}
+    here["report_levels"] = "Level 4"
     rollout = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "max_completion_length": 4}
     rest = {"save_strategy": "no", "disable_tqdm": "true", "ddp_backend": "gloo"}
     assert main(arguments(ARITHMETIC, **here, **rollout, **rest)) == 0
@@ -161,11 +162,11 @@ def test_nothing_is_generated_before_the_model_is_sharded(tmp_path):
     assert status == [0, 0], logs(tmp_path)
     for process in range(2):
         generated = json.loads((folder / f"generated_{process}.json").read_text())
-        assert len(generated) == 6  # the report, greedy and sampled at two levels, a validation and a rollout
+        assert len(generated) == 4  # the report, greedy and sampled, a validation and a rollout
         assert all(entry == [0, True] for entry in generated), generated
     summary = read_json(folder / "summary.json")
     for time in ("before", "after"):
-        assert all(summary[time][level]["greedy"]["scored"] == 4 for level in ("Level 3", "Level 4"))
+        assert summary[time]["Level 4"]["greedy"]["scored"] == 4
 
 
 def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_model(run, tmp_path):
