@@ -23,6 +23,8 @@ def __getattr__(name: str):
         "OPOConfig": ".config",
         "OPOTrainer": ".trainer",
     }
+    if name in ("RolloutConfig", "RolloutTrainer"):
+        raise ImportError(f"{name} is gone: use OPO{name[7:]} with `objective`, such as objective='grpo'.")
     if name in modules:
         return getattr(import_module(modules[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,11 +35,15 @@ _OBJECTIVES = {
     "topr": "`objective: topr`",
     "grpo": "`objective: grpo`, `gspo`, `dapo` or another loss of TRL's",
 }
-# Fields of Transformers 4 that public recipes set, and what to do.
+# Fields of Transformers 4 and of version 0.1 that recipes set, and what to do.
 _GONE = {
     "torch_dtype": "In Transformers 5 it is `dtype`.",
     "overwrite_output_dir": "It is gone from Transformers 5: set `overwrite` to move an earlier run aside.",
     "logging_dir": "In Transformers 5 it is a variable: set `env: {TENSORBOARD_LOGGING_DIR: folder}`.",
+    "padding_free": "It is gone: planned micro-batches and shared prompts do its work. Remove it.",
+    "save_failure": "It is gone: a checkpoint that cannot be written ends the run. Remove it.",
+    "streaming": "It is gone: datasets are loaded completely. Remove it.",
+    "watches": "It is gone: a callback can set `control.should_training_stop` (docs/subclassing.md). Remove it.",
     "warmup_ratio": "In Transformers 5 it is `warmup_steps`, with a fraction of all steps in (0, 1).",
 }
 
