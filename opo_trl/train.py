@@ -145,10 +145,16 @@ def run(ready: Run) -> None:
         trainer.save_model(args.output_dir)
     summary |= {"optimizer_steps": trainer.state.global_step, "train_seconds": seconds}
     summary["after"] = measure(trainer, data.report, script.report_samples)
+    lines = accuracy_lines(accuracies(summary))
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
-    if summary["after"]:
-        trainer.accelerator.print(*accuracy_lines(accuracies(summary)), sep="\n")
+        on_hub = None if Path(script.dataset_name or ".").exists() else script.dataset_name
+        trainer.create_model_card(folder.name, on_hub)
+        with (folder / "README.md").open("a", encoding="utf-8") as card:
+            said = f"Trained on {data.plan}. Accuracy before → after training, with its 95 % interval:"
+            card.write("\n".join(["\n## Data and accuracy\n", said, "", *(f"- {line}" for line in lines), ""]))
+    if lines:
+        trainer.accelerator.print(*lines, sep="\n")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
     trainer.end()

@@ -44,7 +44,7 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
     lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
     if lines:
         said = f"resume_from_checkpoint={checkpoint!r} belongs to a run with other settings:"
-        fix = "Set the same values here, or choose another `output_dir` and start from the beginning."
+        fix = "Set the same values here, or start a new `output_dir` from its weights: set `model_name_or_path` to it."
         raise ValueError("\n".join([said, *lines, fix]))
     if is_run(Path(args.output_dir)) and not (overwrite or _continues(args, checkpoint)):
         fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
