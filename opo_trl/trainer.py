@@ -92,8 +92,8 @@ class OPOTrainer(GRPOTrainer):
     ```
 
     Args:
-        model, reward_funcs, train_dataset, eval_dataset, and others by name, such as `processing_class`:
-            As in [`~trl.GRPOTrainer`].
+        model, reward_funcs, train_dataset, eval_dataset, **options:
+            As in [`~trl.GRPOTrainer`], those after `eval_dataset` by name.
         args ([`OPOConfig`], *optional*):
             Configuration of the trainer. `None` takes the defaults, with an output folder named after the model.
 

@@ -15,7 +15,7 @@ import griffe
 
 
 _SECTION = re.compile(r"(Args|Parameters|Attributes|Raises|Returns|Example):")
-_ITEM = re.compile(r"(?P<head>\S.*?\)|`[^`]+`):(?: +(?P<text>.*))?")
+_ITEM = re.compile(r"(?P<head>\S.*?\)|\[?`[^`]+`\]?|\w+(?:, [\w*]+)+):(?: +(?P<text>.*))?")
 _LINK = re.compile(r"\[`~?(?P<name>[\w.]+)`\](?!\()")
 
 
