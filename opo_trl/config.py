@@ -166,7 +166,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     rollouts: str | None = setting(
         None, "Recorded rollouts to train on, in place of `train_dataset`: [`~data.rollouts.load_rollouts`]."
     )
-    rollouts_model: str | None = setting(None, "Model that wrote them, for log-probabilities that are not recorded.")
+    rollouts_model: str | None = setting(None, "Model that sampled them, for log-probabilities that are not recorded.")
     save_rollouts: bool = setting(
         False, "Whether to record all completions of training in the folder `rollouts` of `output_dir`."
     )

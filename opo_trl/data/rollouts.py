@@ -6,7 +6,7 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `prompt` | text, or messages that each have a `role` |
 | `completion` | text, or one message of the assistant with nothing but `content`; not needed where there are tokens |
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
-| `logprobs` | of each token, under the policy that wrote it: finite and at most 0 |
+| `logprobs` | of each token, under the policy that sampled it: finite and at most 0 |
 | `completion_mask` | 1 for each token to train on, 0 for those of somebody else, such as a tool |
 | `temperature` | at which it was sampled, and for which `logprobs` are |
 | `reward` | a number, or null for a completion that could not be scored |

@@ -133,14 +133,14 @@ _ADVICE = {
     "keep `anchor_correction: absorbed`.",
     "χ² >": f"the policy drifts off. {_TIGHTER}",
     "kept <": f"the policy is far from the behaviour policy. {_TIGHTER}",
-    "ratios <": "in the others, a few completions dominate because the policy is far from the one that wrote them. "
+    "ratios <": "in the others, a few completions dominate because the policy is far from the one that sampled them. "
     "Use completions for fewer passes (`num_iterations`), less old ones (`max_staleness`), or a lower "
     "`learning_rate`. In OPO, raise `mu`, too.",
     "clipped >": f"the policy moves far from the one that wrote the completions, and clipping removes their gradient. "
     f"Use completions for fewer passes (`num_iterations`). {_SLOWER}",
     "target <": "adrift, the policy is further from the target than the behaviour policy is. Lower `learning_rate`. "
     "If gradient norms of off-policy steps are large, lower `mu`, too.",
-    "clamp >": f"the policy is far from the one that wrote them. {_TIGHTER}",
+    "clamp >": f"the policy is far from the one that sampled them. {_TIGHTER}",
     "masked >": "they are excluded from training. They are truncated (`mask_truncated_completions`), unscored, too "
     "far off-policy (`off_policy_mask_threshold`), or vLLM and the trainer disagree about their probabilities "
     "(`vllm_importance_sampling_mode`).",
