@@ -135,6 +135,16 @@ def wait_until(condition: Callable[[], object], limit: float = 240.0) -> None:
         time.sleep(0.01)
 
 
+class Bomb:
+    """Loading its pickle creates a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
 # Rollouts
 
 

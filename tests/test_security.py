@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import shutil
 import sys
@@ -12,6 +11,7 @@ from pickle import UnpicklingError
 import pytest
 import sympy.physics.units  # noqa: F401 - its first import evaluates names
 import torch
+from helpers import Bomb
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from safetensors.torch import load_file
 from sympy import lambdify
@@ -27,16 +27,6 @@ from opo_trl.train import main
 
 
 ARITHMETIC = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "opo.yaml"
-
-
-class Bomb:
-    """Loading its pickle creates a folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
 
 
 def train(model: Path, tmp_path: Path) -> int:

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from datasets import Dataset
 from helpers import USE_CPU, drive_and_target, in_float64, snapshot
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
+from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.asynchronous.targets import with_targets
 from opo_trl.objective import OPO
 
@@ -152,6 +153,23 @@ def train(model: str, args: AsyncOPOConfig, repeated: list[RolloutSample], train
         trainer._skipped.moved_at = 1  # the noise of the log-probabilities stands for steps since the behaviour policy
     trainer.train()
     return trainer
+
+
+def tokenizer_of(model: str):
+    """The model's tokenizer, whose answers are the text that the model writes."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
+    return tokenizer
+
+
+def in_process(model: str, args, data: Dataset, reward: Callable, trainer_class=AsyncOPOTrainer, **named):
+    """A trainer whose worker generates in this process, and the worker; `named` are `staleness` and `peft_config`."""
+    tokenizer, staleness = tokenizer_of(model), named.pop("staleness", 0)
+    worker = InProcessWorker(model, args, data, reward, tokenizer, staleness=staleness)
+    named |= {"rollout_worker": worker, "weight_transfer": worker, "processing_class": tokenizer}
+    trainer = trainer_class(model, args=args, train_dataset=data, **named)
+    trainer.remove_callback(PrinterCallback)
+    return trainer, worker
 
 
 def reference(

@@ -17,7 +17,6 @@ import scorers
 import scripted
 from helpers import answering, free_port, wait_until
 from invariance.launch import SERVER, prepare
-from transformers import AutoTokenizer
 from trl.experimental.async_grpo import async_rollout_worker
 
 from opo_trl.asynchronous import worker as worker_module
@@ -27,7 +26,6 @@ from opo_trl.rewards.scoring import IsolatedReward
 from opo_trl.rollout import vllm_server
 
 
-PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
 LIMIT = 120.0  # seconds, most of which the worker's process takes to import its libraries
 
 
@@ -69,8 +67,7 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
     monkeypatch.setattr(forkserver, "connect_to_new_process", SERVER.connect_to_new_process)
     for name in ("is_vllm_available", "is_aiohttp_available"):
         monkeypatch.setattr(async_rollout_worker, name, lambda: True)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
-    tokenizer.response_template = PLAIN
+    tokenizer = scripted.tokenizer_of(tiny_model)
     worker = LocalWorker(
         model_name=tiny_model,
         dataset=scripted.DATA,

@@ -9,17 +9,15 @@ import scripted
 from datasets import Dataset
 from helpers import wait_until
 from invariance.launch import launch, logs
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 
 from opo_trl import AsyncOPOTrainer
-from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.asynchronous.trainer import TRAINED
 
 
 PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+1="}], "place": i} for i in range(16)])
 UNSCORED = 3  # a prompt whose completions have no score
 STEPS = 10
-PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
 
 
 def lengths(completion_ids, place, **named):
@@ -63,12 +61,7 @@ def make(model: str, folder: Path, **options) -> Noted:
             **options,
         },
     )
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.response_template = PLAIN
-    worker = InProcessWorker(model, args, PROMPTS, lengths, tokenizer, staleness=1)
-    both = {"rollout_worker": worker, "weight_transfer": worker}
-    trainer = Noted(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **both)
-    trainer.remove_callback(scripted.PrinterCallback)
+    trainer, _ = scripted.in_process(model, args, PROMPTS, lengths, Noted, staleness=1)
     trainer.notes = []
     trainer.callback_handler.callbacks.insert(0, Notes(trainer, folder / "trained.jsonl"))
     return trainer

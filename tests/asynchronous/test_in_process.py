@@ -6,16 +6,13 @@ import torch
 from datasets import Dataset
 from helpers import even_tokens
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from opo_trl import AsyncOPOTrainer
-from opo_trl.asynchronous.in_process import InProcessWorker
 from opo_trl.asynchronous.trainer import PackedSamples
 from opo_trl.objective import Samples
 from opo_trl.objectives import OBJECTIVES
 
 
-PLAIN = {"defaults": {"role": "assistant"}, "fields": {"content": {"content": "text"}}}
 PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+1="}], "place": i} for i in range(8)])
 
 
@@ -24,16 +21,8 @@ def scored_by_length(completion_ids, place, **named):
     return [None if i == 2 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
 
 
-def make(
-    model: str, args, peft_config=None, reward=scored_by_length, **named
-) -> tuple[AsyncOPOTrainer, InProcessWorker]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.response_template = PLAIN
-    worker = InProcessWorker(model, args, PROMPTS, reward, tokenizer, **named)
-    more = {"rollout_worker": worker, "weight_transfer": worker, "peft_config": peft_config}
-    trainer = AsyncOPOTrainer(model, args=args, train_dataset=PROMPTS, processing_class=tokenizer, **more)
-    trainer.remove_callback(scripted.PrinterCallback)
-    return trainer, worker
+def make(model: str, args, reward=scored_by_length, **named):
+    return scripted.in_process(model, args, PROMPTS, reward, **named)
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
@@ -117,7 +106,7 @@ def test_synchronization_leaves_the_base_of_an_adapter_as_it_is(tiny_model, tmp_
         model_init_kwargs={"dtype": "bfloat16"},
     )
     adapter = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer, worker = make(tiny_model, args, adapter)
+    trainer, worker = make(tiny_model, args, peft_config=adapter)
     base = {name: p.clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     sent = []
     worker.destroy = lambda: sent.append(worker.policies[worker.version])

@@ -1,13 +1,13 @@
 """A run's folder from somebody else: reports execute nothing, escape all text, and write only to `--output`."""
 
 import json
-import os
 import pickle
 import shutil
 import warnings
 from pathlib import Path
 
 import pytest
+from helpers import Bomb
 from test_report import CELL, SETTINGS, scripted, text_of, write_run
 
 from opo_trl.checks.files import append_lines, read_json, write_json
@@ -18,16 +18,6 @@ from opo_trl.report.run_report import write_or_say_why
 
 SUMMARY = {"before": {"L": {"greedy": CELL}}, "after": {"L": {"greedy": CELL}}, "optimizer_steps": 40}
 COMMANDS = ("report", "diagnose", "several")
-
-
-class Bomb:
-    """Loading its pickle creates a folder."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
 
 
 @pytest.fixture
