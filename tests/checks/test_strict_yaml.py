@@ -33,7 +33,6 @@ FIELDS_AS_WRITTEN = {
     "reward_weights: [1, -0.5]": [1, -0.5],
     "reward_funcs: []": [],
     "generation_kwargs: {length_penalty: 1e-4, use_cache: true}": {"length_penalty": 1e-4, "use_cache": True},
-    "datasets: [{path: x, fraction: 0.5}]": [{"path": "x", "fraction": 0.5}],
 }
 
 

@@ -43,7 +43,7 @@ def models(tiny_model: str, tmp_path_factory) -> dict[str, Path]:
     return {"dense": Path(tiny_model), **kinds}
 
 
-def damage(source: Path, folder: Path, drop: Callable[[str], bool] = lambda name: False, **config) -> str:
+def damage(source: Path, folder: Path, drop: Callable[[str], bool], **config) -> str:
     """A copy of a model with other entries in its configuration, and without the tensors that `drop` names."""
     shutil.copytree(source, folder)
     for file in folder.glob("*.safetensors"):
@@ -65,22 +65,10 @@ def test_a_tied_tensor_may_be_missing(models, tmp_path, tensor):
     check_weights("model", path, {})
 
 
-@pytest.mark.parametrize(
-    ("kind", "drop", "config", "says"),
-    [
-        ("sharded", lambda name: name == UP, {}, f"lack {UP}, "),
-        ("gpt2", lambda name: name.endswith("h.1.ln_1.weight"), {}, "h.1.ln_1.weight, "),
-        (
-            "dense",
-            lambda name: False,
-            {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3},
-            "lack model.layers.2.input_layernorm.weight, ",
-        ),
-    ],
-)
-def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(models, tmp_path, kind, drop, config, says):
-    path = damage(models[kind], tmp_path / "model", drop, **config)
-    with pytest.raises(ValueError, match=f"model_name_or_path='{path}': its files .*{says}"):
+@pytest.mark.parametrize(("kind", "missing"), [("sharded", UP), ("gpt2", "h.1.ln_1.weight")])
+def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(models, tmp_path, kind, missing):
+    path = damage(models[kind], tmp_path / "model", lambda name: name.endswith(missing))
+    with pytest.raises(ValueError, match=f"model_name_or_path='{path}': its files .*{missing}, "):
         check_weights("model_name_or_path", path, {})
 
 
@@ -90,10 +78,7 @@ def test_a_missing_part_of_a_merged_tensor_raises_too(models, tmp_path):
         check_weights("model", damage(models["experts"], tmp_path / "model", lambda name: name == missing), {})
 
 
-def test_trainer_rejects_policy_and_reward_model(tiny_model, tmp_path):
-    broken = damage(Path(tiny_model), tmp_path / "broken", lambda name: name == UP)
-    with pytest.raises(ValueError, match=rf"model='{broken}': its files lack {UP}"):
-        make_trainer(broken, tmp_path / "run")
+def test_trainer_rejects_a_reward_model(tiny_model, tmp_path):
     with pytest.raises(ValueError, match=rf"reward_funcs='{tiny_model}': its files lack score.weight"):
         make_trainer(tiny_model, tmp_path / "run", trainer_arguments={"reward_funcs": tiny_model})
     assert not (tmp_path / "run").exists()
