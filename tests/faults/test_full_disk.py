@@ -1,6 +1,5 @@
 """A save that fails: earlier checkpoints stay, and the run resumes from the last. The size of files is limited."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,9 +53,6 @@ def test_complete_checkpoint_outlives_a_later_error(tiny_model, tmp_path):
 # Two processes
 
 
-TWO = Form("2 processes", rows=4, processes=2, config="multi_gpu", options={"save_strategy": "steps", "save_steps": 1})
-
-
 def train(form: Form, model: str, folder: str) -> None:
     make_canonical_trainer(form, model, Path(folder), Failing).train()
 
@@ -71,7 +67,8 @@ class Failing(OPOTrainer):
 
 
 def test_process_that_fails_in_a_save_does_not_leave_the_other_waiting(tiny_model: str, tmp_path: Path):
-    form = replace(TWO, options={**TWO.options, "max_steps": 3})
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    form = Form("2 processes", rows=4, processes=2, config="multi_gpu", options=options)
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 240.0}
     status = launch(train, form, tiny_model, str(tmp_path / "run"), **where)
     assert status[1] == 1

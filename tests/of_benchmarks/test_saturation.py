@@ -29,11 +29,7 @@ CLOSED_FORMS = {
 }
 
 
-def test_every_method_has_a_closed_form():
-    assert METHODS.keys() == CLOSED_FORMS.keys()
-
-
-@pytest.mark.parametrize("method", CLOSED_FORMS)
+@pytest.mark.parametrize("method", METHODS)
 def test_gradient_is_the_closed_form(method):
     z = torch.linspace(-7, 9, 1001, dtype=torch.float64)
     torch.testing.assert_close(gradient(method, z), CLOSED_FORMS[method](z.sigmoid()), rtol=1e-10, atol=1e-13)
