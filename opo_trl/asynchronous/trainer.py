@@ -99,6 +99,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
     policy_objective: Objective
     args: AsyncOPOConfig
+    model: Any
 
     def __init__(
         self, model: str, reward_funcs=None, args: AsyncOPOConfig | None = None, train_dataset=None, **options
@@ -147,13 +148,14 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
         if (sent := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
             sent["opo"] = kind(args.objective_fields)  # to the worker's process
+            sent["vocab_size"] = self.model.config.get_text_config().vocab_size
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         As in TRL, but a run is resumed with the prompts of which no completion has been trained. Completions that were
         on the way are generated anew. `resume_from_checkpoint`: see [`OPOTrainer.train`].
         """
-        check_trainable(self.model)
+        check_trainable(self.model, self.optimizer)
         folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         self._skip(())
         return super().train(folder, *args, **kwargs)

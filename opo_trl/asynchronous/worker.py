@@ -32,9 +32,9 @@ MOST_UNSCORED = 100  # groups in a row, after which the run ends
 class OPORolloutLoop(_AsyncRolloutLoop):
     """TRL's rollout loop, with targets by the objective `opo`, without groups that an earlier run has `trained`."""
 
-    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), **named):
+    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), vocab_size=math.inf, **named):
         super().__init__(**named)
-        self.opo, self.trained = opo, trained
+        self.opo, self.trained, self.vocab_size = opo, trained, vocab_size
         self._unscored = 0  # groups, in a row
         # The names of environments follow those of the functions.
         self.reward_funcs = [*map(checked_reward, self.reward_funcs, self.reward_func_names)]
@@ -54,6 +54,13 @@ class OPORolloutLoop(_AsyncRolloutLoop):
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
+
+    async def _generate_one_turn(self, prompt_ids):
+        ids, logps = await super()._generate_one_turn(prompt_ids)
+        if not all(x is not None and math.isfinite(x) for x in logps) or max(ids, default=0) >= self.vocab_size:
+            said = f"The vLLM server at {mask_text(self.vllm_server_url)} returns a log-probability that is not finite"
+            raise RuntimeError(f"{said}, or a token that the model has not. Its log may say why.")
+        return ids, logps
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)

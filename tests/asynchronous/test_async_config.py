@@ -77,3 +77,4 @@ def test_log_probabilities_of_another_policy_are_rejected(
         worker = AsyncOPOTrainer(tiny_model, len, args, **named).rollout_worker
         assert isinstance(worker, OPORolloutWorker)
         assert worker._loop_kwargs["opo"].args.mu == 0.7
+        assert worker._loop_kwargs["vocab_size"] > 0

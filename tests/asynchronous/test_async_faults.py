@@ -1,6 +1,7 @@
 """A worker or reward that fails, in the worker's own process, and a server that is gone."""
 
 import asyncio
+import math
 import multiprocessing
 import os
 import queue
@@ -116,6 +117,30 @@ def test_reward_that_fails_ends_the_run(monkeypatch, tiny_model, tmp_path, healt
     ):
         take_samples(worker)
     assert re.search(message, str(raised.value.__cause__))
+
+
+@pytest.mark.parametrize(("ids", "logps"), [([10, 11], [-1.0, None]), ([10], [math.nan]), ([64], [-1.0])])
+def test_server_that_would_train_nothing_is_named(ids, logps):
+    """TRL makes NaN of null."""
+
+    async def answered(*_, **__):
+        return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}}]}
+
+    loop = object.__new__(OPORolloutLoop)
+    sampling = [
+        "model_name",
+        "lora_name",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "repetition_penalty",
+        "min_p",
+    ]
+    vars(loop).update(dict.fromkeys(sampling), _retry=answered, vocab_size=64)
+    loop.vllm_server_url = "http://me:secret@server"
+    with pytest.raises(RuntimeError, match=r"http://<secret>@server returns a log-probability that is not finite, or"):
+        asyncio.run(loop._generate_one_turn([1]))
 
 
 def test_worker_has_isolated_rewards_and_outlives_a_scheduler(monkeypatch, tiny_model, tmp_path, healthy):
