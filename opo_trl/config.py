@@ -190,10 +190,17 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         words = {"true": "group", "yes": "group", "false": "none", "no": "none"}  # as command lines and recipes say it
         self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
         check_fields(self)
-        follows = self.load_best_model_at_end or self.save_strategy == "best"
+        by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        follows = self.load_best_model_at_end or self.save_strategy == "best" or by_metric
         if follows and self.metric_for_best_model is None:  # Transformers would take the loss, which says little
             self.metric_for_best_model, self.greater_is_better = "reward", True
+        wanted = "'reward': the loss does not say how good the policy is"
+        is_loss = follows and self.metric_for_best_model in ("loss", "eval_loss") and not self.beta
+        require(not is_loss, "metric_for_best_model", self.metric_for_best_model, wanted)
         super().__post_init__()
+        if by_metric:
+            mode = {"mode": "max" if self.greater_is_better else "min"}
+            self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
         if self.n_gpu > 1:  # a process that sees several devices: TRL would split the model over them
             self.model_init_kwargs = {"device_map": {"": 0}, **cast(dict, self.model_init_kwargs or {})}
             self._n_gpu = 1
@@ -206,6 +213,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         if self.rollouts is not None and (self.max_sampling_rounds > 1 or self.remove_unused_columns):
             others = "`max_sampling_rounds` above 1, or `remove_unused_columns`. Remove these"
             raise ValueError(f"rollouts={self.rollouts!r} cannot be combined with {others}.")
+        wanted = f"None: optim={self.optim.value!r} takes a step in every backward pass"
+        is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)
+        require(not is_cut, "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, wanted)
         for name in ("enable_jit_checkpoint", "ignore_data_skip"):
             wanted = "False: it saves inside an optimizer step, or loses a rollout, so no run could be resumed exactly"
             require(not getattr(self, name), name, True, wanted)
@@ -221,13 +231,21 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         elsewhere = {"temperature": "temperature"} | dict.fromkeys(
             ("max_new_tokens", "max_tokens"), "max_completion_length"
         )
-        fixed: dict[str, Any] = {"do_sample": True, "num_beams": 1}
+        fixed: dict[str, Any] = {
+            "do_sample": True,
+            "num_beams": 1,
+            "guidance_scale": 1,
+            "num_return_sequences": 1,
+            "n": 1,
+        }
         for key, value in options.items():
             fix = None
             if key in elsewhere and value != getattr(self, elsewhere[key]):
                 fix = f"contradicts {elsewhere[key]}={getattr(self, elsewhere[key])!r}. Set `{elsewhere[key]}` instead"
             elif key in fixed and value not in (None, fixed[key]):
                 fix = f"would not sample from the policy. Set it to {fixed[key]!r}"
+            elif key == "stop" and value and self.mask_truncated_completions:
+                fix = "ends completions that TRL then takes for truncated. Remove `mask_truncated_completions`"
             elif not self.use_vllm and key not in vars(GenerationConfig()):
                 fix = "is not an option of GenerationConfig. Remove it"
             if fix:

@@ -141,6 +141,9 @@ TOPR = {"objective": "topr"}
         ({"optim_args": "lr=3"}, "adamw_torch_fused"),
         ({"generation_kwargs": {"temprature": 2}}, "GenerationConfig"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
+        ({"generation_kwargs": {"guidance_scale": 1.5}}, "guidance_scale"),
+        ({"generation_kwargs": {"stop": ["END"]}, "use_vllm": True, "mask_truncated_completions": True}, "stop"),
+        ({"optim": "galore_adamw_layerwise", "max_tokens_per_micro_batch": 64}, "every backward pass"),
         ({"generation_kwargs": {"temperature": 0.5}}, "temperature=1.0"),
         ({"generation_kwargs": {"max_new_tokens": 9}}, "max_completion_length"),
     ],
@@ -196,11 +199,19 @@ def test_round_trip_through_the_command_line_and_a_dictionary(tmp_path):
         assert getattr(parsed, name) == parsed.to_dict()[name] == json.loads(parsed.to_json_string())[name] == value
 
 
-def test_the_best_model_has_the_best_reward(tmp_path):
+@pytest.mark.parametrize(
+    "follows",
+    [{"load_best_model_at_end": True}, {"save_strategy": "best"}, {"lr_scheduler_type": "reduce_lr_on_plateau"}],
+)
+def test_the_best_model_has_the_best_reward(tmp_path, follows):
     """Transformers would take the loss, which is 0 in every evaluation."""
     often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "use_cpu": True}
-    options = {**often, "bf16": False, "load_best_model_at_end": True}
+    options = {**often, "bf16": False, **follows}
     config = OPOConfig(str(tmp_path), **options)
     assert (config.metric_for_best_model, config.greater_is_better) == ("reward", True)
     chosen = OPOConfig(str(tmp_path), **options, metric_for_best_model="length_loss")
     assert (chosen.metric_for_best_model, chosen.greater_is_better) == ("length_loss", False)
+    if "lr_scheduler_type" in follows:
+        assert (config.lr_scheduler_kwargs, chosen.lr_scheduler_kwargs) == ({"mode": "max"}, {"mode": "min"})
+    with pytest.raises(ValueError, match="metric_for_best_model='eval_loss'"):
+        OPOConfig(str(tmp_path), **options, metric_for_best_model="eval_loss")

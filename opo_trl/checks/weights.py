@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import transformers
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import deepspeed
 from transformers.utils import logging
@@ -61,18 +62,28 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)
+    adapters = getattr(model, "peft_config", ())
+    if adapters and getattr(args, "beta", 0) and (model.active_adapter != "default" or "ref" in adapters):
+        said = f"beta={args.beta}: TRL copies the adapter 'default' to 'ref'; {model.active_adapter!r} is trained"
+        raise ValueError(f"{said}. Load one without `adapter_name`, and none called 'ref'; or set `beta` to 0.")
     for name in (reward for reward in rewards if isinstance(reward, str)):
         check_weights("reward_funcs", name, options, scores=True)
 
 
-def check_trainable(model: Any) -> None:
-    """Check that a weight of a model can be trained, and that TRL trains its adapter."""
-    if not any(weight.requires_grad for weight in model.parameters()):
+def check_trainable(model: Any, optimizer: Any) -> None:
+    """Check that a weight of a model can be trained, that a user's optimizer does, and that TRL trains its adapter."""
+    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    if not trained:
         said = f"model={get_config_model_id(model.config)!r} would not be trained: no weight requires a gradient"
         raise ValueError(f"{said}. Load an adapter with `is_trainable=True`, or call `model.requires_grad_(True)`.")
     if hasattr(getattr(model, "get_output_embeddings", lambda: None)(), "lora_A"):
         fix = "Remove the head from `lora_target_modules`"
         raise ValueError(f"An adapter is on the LM head, which TRL does not train. {fix}.")
+    if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier call of `train`
+        return
+    if trained.isdisjoint(id(weight) for group in optimizer.param_groups for weight in group["params"]):
+        fix = "Make it after the model's adapter, or let `args` name it"
+        raise ValueError(f"`optimizers` would not train the model: it holds none of its trained weights. {fix}.")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -101,8 +102,34 @@ def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_mod
     make_trainer(loaded(is_trainable=True), tmp_path / "run", beta=0.1).train()
 
 
+def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+
+    def trainer(**arguments):
+        arguments["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+        return make_trainer(model, tmp_path, trainer_arguments=arguments)
+
+    own = trainer()
+    own.train()
+    own.train()  # by then, Accelerate has wrapped it
+    with pytest.raises(ValueError, match="`optimizers` would not train the model"):
+        trainer(peft_config=LoraConfig(r=2)).train()
+
+
+@pytest.mark.parametrize(
+    ("names", "trained"), [(["sft"], "sft"), (["default", "new"], "new"), (["default", "ref"], "default")]
+)
+def test_adapter_of_which_another_would_be_the_reference_is_rejected(tiny_model, tmp_path, names, trained):
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=2), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, LoraConfig(r=2))
+    model.set_adapter(trained)
+    with pytest.raises(ValueError, match=rf"beta=0\.1: .* '{trained}' is trained"):
+        make_trainer(model, tmp_path, beta=0.1)
+
+
 def test_adapter_on_the_head_is_named(tiny_model):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
     with pytest.raises(ValueError, match="An adapter is on the LM head, which TRL does not train"):
-        check_trainable(adapted)
+        check_trainable(adapted, None)
