@@ -148,6 +148,7 @@ class OPOTrainer(GRPOTrainer):
     _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
+    _evaluated: list[Tensor]  # rewards of each batch of an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     def __init__(
@@ -187,6 +188,7 @@ class OPOTrainer(GRPOTrainer):
         self.policy_objective = kind(args)
         if not (self.objective_class or issubclass(kind, OPO)):
             self._name, self._paper = kind.__name__, {}  # of the model card
+        self._evaluated = []
         self._begin()
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
@@ -256,7 +258,7 @@ class OPOTrainer(GRPOTrainer):
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
                 or no weight would be trained.
         """
-        check_trainable(self.model)
+        check_trainable(self.model, self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
@@ -382,6 +384,8 @@ class OPOTrainer(GRPOTrainer):
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
             if self.args.save_rollouts:
                 self._recorded.save(self, inputs, rollout, completion_ids)
+        else:
+            self._evaluated.append(rewards)
         return rollout
 
     @torch.no_grad()
@@ -709,6 +713,25 @@ class OPOTrainer(GRPOTrainer):
         )
 
     # 5. The log
+
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
+        """
+        As in TRL, but rewards are means over the dataset's rows, without those that fill the last batch; and one of
+        several datasets has its name in its metrics.
+        """
+        self._evaluated.clear()
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+        own = self._metrics["eval"]
+        if self._evaluated and has_length(dataloader.dataset):
+            rewards = torch.cat(self._evaluated)[: len(dataloader.dataset) * self.num_generations_eval]
+            total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            own["reward"] = [total[~rewards.isnan().all(dim=1)].mean().item()]
+            means = zip(self.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=True)
+            own.update({f"rewards/{name}/mean": [mean] for name, mean in means})
+        if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
+            of_dataset = {f"{metric_key_prefix.removeprefix('eval_')}_{name}": values for name, values in own.items()}
+            self._metrics["eval"] = defaultdict(list, of_dataset)
+        return output
 
     def _log_step(self, reports: list[SampleReport]):
         """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""

@@ -212,6 +212,33 @@ def test_images_on_one_process_and_none_on_the_other(tmp_path):
 # Evaluations by Transformers
 
 
+SIZES = {"a": 3, "b": 5}
+
+
+def row_rewards(model: str, folder: str) -> None:
+    """Mean rewards of evaluations whose last batch is not full, on two datasets."""
+    held_out = {name: PLAIN.select(range(n)).add_column("worth", [*map(float, range(n))]) for name, n in SIZES.items()}
+    sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2}
+    trainer = make(model, folder, reward_funcs=reward_of_row, arguments={"eval_dataset": held_out}, **sizes)
+    found = trainer.evaluate()
+    if trainer.accelerator.is_main_process:
+        Path(folder, "found.json").write_text(json.dumps(found))
+
+
+def reward_of_row(worth, **kwargs) -> list[float]:
+    return worth
+
+
+def test_evaluations_log_the_mean_reward_of_their_own_rows_under_their_own_names(tiny_model, tmp_path):
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(row_rewards, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    found = json.loads((tmp_path / "found.json").read_text())
+    for name, rows in SIZES.items():
+        assert found[f"eval_{name}_reward"] == found[f"eval_{name}_rewards/reward_of_row/mean"] == (rows - 1) / 2
+        assert f"eval_{name}_opo/chi2" in found
+    assert not [name for name in found if not name.startswith(("eval_a_", "eval_b_", "epoch", "eval_model_prep"))]
+
+
 def falling(completions, trainer_state, **kwargs) -> list[float]:
     """Best at step 2, in training and in evaluations."""
     return [1.0 - abs(trainer_state.global_step - 2) / 10] * len(completions)

@@ -87,6 +87,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "_run_epoch": ("epoch", "epochs_trained", "steps_trained_in_current_epoch"),
         "_get_grad_norm": ("model", "grad_norm"),  # skips a step with a non-finite gradient
         "_maybe_log_save_evaluate": (),
+        "evaluation_loop": ("dataloader", "metric_key_prefix"),
         "log": ("logs", "start_time"),
         # What a checkpoint holds, and how a run resumes
         "_get_output_dir": ("trial",),
