@@ -9,8 +9,7 @@ from test_published_objectives import force
 
 from benchmarks.objectives import design, report, training
 from benchmarks.objectives.__main__ import RECORD, read
-from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS, Composed
-from benchmarks.objectives.neighbours import Surrogate
+from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import OPO, Groups
 
@@ -40,14 +39,6 @@ def test_push_is_centred_over_the_group(push):
     expected = {"reward": (rows - rows.mean(1, keepdim=True)).flatten() / MU, "advantage": advantages / MU}
     found = CELLS[f"{push}-bounded-log"](args).targets(groups).target
     assert torch.allclose(found, expected.get(push, escort))
-
-
-@pytest.mark.parametrize(("cell", "kind"), [(design.PAPER, OPO), (design.TODAY, Surrogate)])
-def test_cells_of_opo_are_the_trainers_objective(cell, kind):
-    for moved, target in itertools.product((-1.0, 0.3, 1.5), (-2.0, 1.5)):
-        expected = force(kind, moved=moved, target=target)
-        assert force(CELLS[cell], moved=moved, target=target) == pytest.approx(expected, rel=1e-12)
-    assert Composed in CELLS[cell].__mro__
 
 
 def test_run_measures_a_trained_objective(monkeypatch, tmp_path):

@@ -7,11 +7,14 @@ import os
 import signal
 from types import SimpleNamespace
 
-from benchmarks import bounds, offline, staged
+import pytest
+
+from benchmarks import bounds, offline, real_model, staged
 from benchmarks.objectives import design
 from benchmarks.objectives.__main__ import RECORD
 from benchmarks.objectives.training import Run
 from benchmarks.staged import holm, read, run_missing
+from opo_trl.launch.recipe import parse
 
 
 def killed_or_failed(run: int) -> dict:
@@ -40,6 +43,19 @@ def test_recorded_runs_are_those_that_the_plans_ask_for():
     assert not [cell for cell in cells if offline.stages(*cell).next_runs(found)]
     # With rates at the edge of their region, which is then extended; seventeen cells are finished.
     assert not [cell for cell in bounds.cells()[:17] if bounds.next_runs(*cell)]
+
+
+@pytest.mark.parametrize("tuning", [True, False])
+@pytest.mark.parametrize("task", real_model.TASKS)
+@pytest.mark.parametrize("method", real_model.METHODS)
+def test_command_line_asks_for_what_the_plan_says(method, task, tuning, tmp_path):
+    run = real_model.Run(method, task, 2e-5, 3, tuning)
+    script, args, _, _ = parse(run.command_line(tmp_path))
+    assert script.levels == script.report_levels == [task]
+    assert script.dataset_test_split == ("validation" if tuning else "test")
+    assert (args.learning_rate, args.seed, args.generation_batch_size) == (2e-5, 3, real_model.COMPLETIONS)
+    assert args.max_completions == (384 if tuning else 768)
+    assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
 
 
 def test_holm_goes_on_until_the_first_that_does_not_remain():
