@@ -201,6 +201,7 @@ def test_bad_input_is_rejected_before_any_work(name: str, folder: Path, capsys):
         (["train", "recipe.yaml", "--num_proceses", "2"], "Did you mean `num_processes`?"),
         (["train", "recipe.yaml", "--accelerate_config", "zero9"], "accelerate_config='zero9' is neither a file"),
         (["report", "nothing"], "'nothing' has no settings.json"),
+        (["recipes", "no/such.yaml"], "is not one of the package's. `opo-trl recipes` lists them"),
     ],
 )
 def test_bad_command_is_rejected(folder: Path, capsys, words, says):

@@ -42,11 +42,6 @@ def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
     assert Path(written[0]).read_text() == "mu: 1\n"
 
 
-def test_what_is_not_a_recipe_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match=r"is not one of the package's\. `opo-trl recipes` lists them"):
-        copy_out("no/such.yaml", tmp_path)
-
-
 def test_help_has_every_field(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train", "--help"])
