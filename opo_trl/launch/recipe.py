@@ -35,11 +35,14 @@ _OBJECTIVES = {
     "topr": "`objective: topr`",
     "grpo": "`objective: grpo`, `gspo`, `dapo` or another loss of TRL's",
 }
-# Fields of Transformers 4 and of version 0.1 that recipes set, and what to do.
+# Fields of Transformers 4, TRL's script and version 0.1 that recipes set, and what to do.
 _GONE = {
     "torch_dtype": "In Transformers 5 it is `dtype`.",
     "overwrite_output_dir": "It is gone from Transformers 5: set `overwrite` to move an earlier run aside.",
     "logging_dir": "In Transformers 5 it is a variable: set `env: {TENSORBOARD_LOGGING_DIR: folder}`.",
+    "datasets": "It is gone: write the mixture to one file, and set `dataset_name` to it.",
+    "test_split_size": "It is gone: set `test_fraction` to the share of problems to hold out.",
+    "max_reward_failure_rate": "It is gone: a run ends when half of a round cannot be scored. Remove it.",
     "padding_free": "It is gone: planned micro-batches and shared prompts do its work. Remove it.",
     "save_failure": "It is gone: a checkpoint that cannot be written ends the run. Remove it.",
     "streaming": "It is gone: datasets are loaded completely. Remove it.",
