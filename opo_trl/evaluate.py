@@ -43,12 +43,8 @@ class Evaluation:
     Result of [`evaluate`]: how many completions are `correct`, `scored` and `unscorable`, and the `accuracy`, the
     fraction of the scored ones that are correct (NaN without any).
 
-    Args:
-        samples (`list[dict]`):
-            Prompt, completion and reward of each completion, in the order of the dataset; `None` for the reward of an
-            unscored one.
-        per_problem (`int`, *optional*, defaults to `1`):
-            Completions per problem.
+    `samples` are prompt, completion and reward of each completion, in the order of the dataset, with `None` for the
+    reward of an unscored one; there are `per_problem` for each problem.
     """
 
     samples: list[dict[str, Any]] = field(repr=False)

@@ -48,13 +48,9 @@ def with_targets(
     A sample without a score has no advantage. TRL gives it one of 0. In OPO, 0 is a real target: it asks the policy to
     keep this completion's probability unchanged.
 
-    Args:
-        samples (`list[RolloutSample]`): training rows of a complete group, changed in place.
-        conversations (`list[int]`): the conversation of each. TRL makes several rows of a conversation whose history
-            is rewritten on the way; each is a sample with the conversation's target.
-
-    Returns:
-        `list[RolloutSample]`: the samples with a score and a trained token. `advantage` is the target.
+    `samples` are the training rows of a complete group, changed in place, and `conversations` that of each: TRL makes
+    several rows of a conversation whose history is rewritten on the way. Returns the samples with a score and a
+    trained token; their `advantage` is the target.
     """
     rewards = {i: sample.metrics["reward"] for i, sample in zip(conversations, samples, strict=True)}
     scores = torch.tensor([*rewards.values()], dtype=torch.float64)

@@ -31,11 +31,8 @@ def step_metrics(log_ratio: Tensor, weights: Tensor, clamped: Tensor) -> dict[st
     Metrics of an optimizer step: how far the policy has moved, from Delta of all its samples, `[B]`.
 
     `weights` are those in the loss, `[B]`; samples of weight 0 count only in `frac_masked`. `clamped` says of which
-    samples the log-ratio was clamped, bool `[B]`.
-
-    Returns:
-        `dict[str, torch.Tensor]`: scalars `chi2` (mean v², with v = exp(Delta) − 1), `conservation_residual` (mean v),
-        `log_ratio/absmax`, `frac_clamped` and `frac_masked`. 0 if no sample takes part.
+    samples the log-ratio was clamped, bool `[B]`. Returns scalars: with v = exp(Delta) − 1, `chi2` is the mean of v²,
+    and `conservation_residual` that of v; 0 if no sample takes part.
     """
     keep = weights != 0
     count = keep.sum().clamp(min=1)

@@ -81,15 +81,10 @@ def score(completion: str, solution: str) -> float | None:
     Parsing and comparison may take 5 seconds of processor time each. This limit works only in the main thread, and not
     in native code, where a pair may take forever. [`IsolatedReward`] also ends these.
 
-    Args:
-        completion (`str`), solution (`str`):
-            The answer is the content of the completion's last complete box; the gold answer, that of the solution's,
-            or the text after the last `####`, as in GSM8K, or all of the solution.
-
-    Returns:
-        `float` or `None`: 1.0 if the answer is correct; 0.0 if it is wrong, cannot be parsed or compared in time, or
-        is not in a box; `None` if the pair cannot be scored, because the gold answer is empty, or is neither words
-        nor can be parsed, and differs as a string.
+    The answer is the content of the completion's last complete box; the gold answer, that of the solution's, or the
+    text after the last `####`, as in GSM8K, or all of the solution. Returns 1.0 if the answer is correct; 0.0 if it is
+    wrong, cannot be parsed or compared in time, or is not in a box; `None` if the pair cannot be scored, because the
+    gold answer is empty, or is neither words nor can be parsed, and differs as a string.
     """
     gold = (final_answer(solution) or "") if find_boxes(solution) else solution.rpartition(MARK)[2]
     gold_option, gold = notation.split_option(notation.simplify_notation(gold))

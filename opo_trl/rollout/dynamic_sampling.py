@@ -2,14 +2,9 @@
 Dynamic sampling (DAPO, section 3.2): zero-variance groups are replaced by groups of new prompts.
 
 A group whose rewards are all equal has no advantage: it takes a place in the batch without moving the policy. Each
-such place is offered to new prompts, in at most `max_sampling_rounds` rounds of generation:
-
-1. The first round generates for as many prompts as the rollout has places.
-2. Each further round generates for as many prompts as there are places left. If their completions do not divide
-   evenly among the processes, there are a few more, and surplus groups are dropped.
-3. After the last round, places that are still left keep their zero-variance group.
-
-All processes see the same rewards and make the same decisions.
+such place is offered to new prompts, in at most `max_sampling_rounds` rounds of generation, each for as many prompts
+as there are places left, or a few more, if their completions do not divide evenly among the processes. Places that are
+still left keep their zero-variance group. All processes make the same decisions.
 """
 
 import math

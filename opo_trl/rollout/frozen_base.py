@@ -21,14 +21,11 @@ class FrozenBase(ContextDecorator):
     Leaves the base weights below LoRA's adapters as they were, bitwise, in whatever is done within this context.
 
     To pass its weights to vLLM, TRL merges the adapter into the base and takes it out again. In bfloat16 W + Δ − Δ is
-    not W, and the error adds up with every synchronization: after a run, the saved adapter would sit on another base
-    than the one it was trained on.
+    not W, and the error adds up with every synchronization. The first use copies the weights that a merge changes to
+    host memory, once they are where training has placed them.
 
     Besides, FSDP2 leaves the last layers gathered after a forward pass without a backward one, as in an evaluation.
     They are sharded again: TRL tells parameters to gather by their type, and gathered ones may have another dtype.
-
-    The first use copies the weights that a merge changes to host memory, once they are where training has placed them.
-    The copy stays, as it never changes. For a model without adapters there is nothing to do.
     """
 
     def __init__(self, model: nn.Module):

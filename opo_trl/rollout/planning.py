@@ -107,21 +107,12 @@ def _best_split(lengths: np.ndarray, start: int, end: int) -> tuple[float, int, 
 
 @dataclass(frozen=True)
 class Limits:
-    """
-    What a part may hold, and what it costs besides its tokens.
+    """What a part may hold, and what it costs besides its tokens."""
 
-    Args:
-        max_rows (`int`): samples.
-        max_tokens (`int`, *optional*): tokens, with padding; a single longer sample is a part by itself.
-        fill (`bool`): whether more samples are allowed where they have no more tokens, nor more tokens of completions,
-            than `max_rows` of the longest.
-        pass_tokens (`float`): cost of a part besides its tokens; [`FEWEST_PASSES`] gives the fewest parts.
-    """
-
-    max_rows: int
-    max_tokens: int | None = None
-    fill: bool = False
-    pass_tokens: float = PASS_TOKENS["cpu"]
+    max_rows: int  # samples
+    max_tokens: int | None = None  # with padding; a single longer sample is a part by itself
+    fill: bool = False  # whether it may hold more samples with no more tokens than `max_rows` of the longest
+    pass_tokens: float = PASS_TOKENS["cpu"]  # cost besides tokens; [`FEWEST_PASSES`] gives the fewest parts
 
     def costs(self, lengths: np.ndarray, prompts: "Prompts | None" = None) -> np.ndarray:
         """Cost of the part of each size that begins at each sample, `[sizes, B]`; infinite where not allowed."""

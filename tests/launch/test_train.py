@@ -14,6 +14,7 @@ from opo_trl import OPOTrainer, train
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.launch.recipe import parse
 from opo_trl.train import main
+from opo_trl.trainer import logger
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +77,7 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
 
 
 def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
+    type(logger).warning_once.cache_clear()  # another test may have seen it
     problems = tmp_path / "problems.csv"
     problems.write_text("problem,solution\n" + "".join(f"What is {i} + {i}?,{2 * i}\n" for i in range(50)))
     fields = {"model_name_or_path": tiny_model, "dataset_name": problems, "output_dir": tmp_path / "run"}
