@@ -111,15 +111,13 @@ def evaluate(
         trainer ([`~trl.GRPOTrainer`]):
             Trainer with the policy, the generation engine and the reward functions. All of these are called; a
             completion is correct when the first one gives it 1.0.
-        dataset (`datasets.Dataset`):
-            Rows as for training: `prompt` and the columns that the reward functions read.
+        dataset (`datasets.Dataset`), samples (`int`, *optional*, defaults to `1`):
+            Rows as for training: `prompt` and the columns that the reward functions read; and completions of each.
         decoding (`str`, *optional*, defaults to `"sampled"`):
             `"greedy"`, or `"sampled"` with the trainer's own temperature and truncation. A `rollout_func` decodes as
             it does in training.
         seed (`int`, *optional*, defaults to `0`):
             Seed of the sampling, and of Python's and NumPy's random numbers. A vLLM server draws its own.
-        samples (`int`, *optional*, defaults to `1`):
-            Completions per problem.
 
     Returns:
         [`Evaluation`]: the same on every process.

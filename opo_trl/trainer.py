@@ -248,11 +248,8 @@ class OPOTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
-        Train, from the beginning or from a checkpoint.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*):
-                Folder of a checkpoint, `"last"` or `"auto"`; see [`rollout.checkpoint.resolve`].
+        Train, from the beginning or from a checkpoint: its folder, `"last"` or `"auto"`; see
+        [`rollout.checkpoint.resolve`].
 
         Raises:
             `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;

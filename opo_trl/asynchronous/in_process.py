@@ -128,11 +128,10 @@ class InProcessWorker:
     Rollout worker and weight transfer of an [`AsyncOPOTrainer`], without a server and other processes.
 
     Args:
-        model, args, train_dataset, reward_funcs, tools:
+        model, args, train_dataset, reward_funcs, tools, processing_class:
             As in the trainer. A copy of the model generates on the CPU in float32; the functions are called in this
-            process; the default of `args.token_budget` is 0; prompts are lists of messages.
-        processing_class (`~transformers.PreTrainedTokenizerBase`):
-            Tokenizer with a chat template that TRL knows, or with a `response_template`.
+            process; the default of `args.token_budget` is 0; prompts are lists of messages. The tokenizer has a chat
+            template that TRL knows, or a `response_template`.
         staleness (`int`, *optional*, defaults to `0`):
             How many versions older than the current policy the one that generates is, as far as there are as many. TRL
             fetches a micro-batch ahead, so in training a sample is up to one version older.

@@ -96,14 +96,8 @@ def drop_long_prompts(
     """
     Drop the prompts that are longer than a limit. TRL neither truncates prompts nor limits their length.
 
-    Args:
-        dataset (`Dataset`), tokenizer (`PreTrainedTokenizerBase`), chat_template_kwargs (`dict`, *optional*):
-            Rows with the column `prompt`, from [`to_prompts`], and what the trainer renders them with.
-        max_prompt_length (`int`):
-            Longest prompt to keep, in tokens as the model gets it.
-
-    Raises:
-        `ValueError`: if no row is left.
+    `dataset` has the column `prompt`; `tokenizer` and `chat_template_kwargs` are those of the trainer, so that a
+    length is that of what the model gets. A `ValueError` if no row is left.
     """
     prompts: list[Any] = list(dataset["prompt"])
     lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]

@@ -56,11 +56,7 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
         completions (`list[str]` or `list[list[dict[str, str]]]`):
             Completions, as text or as conversations, whose last message counts.
         solution (`list[str]`):
-            For each completion the gold answer, or a solution with the gold answer in its last box. A number counts as
-            text; `None`, as no answer.
-
-    Raises:
-        `ValueError`: if `completions` and `solution` differ in length.
+            For each completion, the gold answer or a solution with it in its last box. A number counts as text.
 
     Example:
 

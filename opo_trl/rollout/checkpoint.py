@@ -280,13 +280,9 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     Find the checkpoint to resume from; `None` to start from the beginning.
 
-    Args:
-        wanted (`str` or `bool`, *optional*):
-            Folder of a checkpoint; `"last"` or `True`: the last complete one of the run in `output_dir`; `"auto"`: the
-            same, but the run starts from the beginning if it has none.
-
-    Raises:
-        `ValueError`: the wanted checkpoint is not complete, or there is none.
+    `wanted` is the folder of a checkpoint; `"last"` or `True`: the last complete one of the run in `output_dir`; or
+    `"auto"`: the same, but the run starts from the beginning if it has none. A `ValueError` if the wanted checkpoint
+    is not complete, or there is none.
     """
     if wanted in (None, False, "false", "False"):
         return None
