@@ -30,10 +30,6 @@ class TestPrompts:
         with pytest.raises(ValueError, match=r"1 of 1 rows have no text as problem.* None is left"):
             to_prompts(make(("47+1=", "\\boxed{}")))
 
-    @pytest.mark.parametrize("style", ["chat", "plain"])
-    def test_solutions_are_final_answers_if_none_has_a_box(self, style):
-        assert to_prompts(make(("47+1=", "48"), ("2*3=", "6")), style=style)["solution"][:] == ["48", "6"]
-
 
 def test_overlap_is_dropped_ignoring_white_space(caplog: pytest.LogCaptureFixture):
     training = make(("What is\n$1 +  1$?", "2"), ("Other", "1"))

@@ -97,12 +97,6 @@ LOGS = {
         ["Healthy: at most 0.01 on average. Use completions for fewer passes", "Off-policy: an earlier policy"],
     ),
     "clipped whole, as in GSPO": (rows_of(*range(1, 9), **CLIPS), 0, {"Clipped ratios": "healthy"}, []),
-    "truncated": (
-        rows_of(*range(1, 9), reward=0.1, **{"completions/clipped_ratio": 1.0}),
-        1,
-        {"Truncated completions": "wrong"},
-        [],
-    ),
     "never scored": (
         rows_of(*range(1, 9), reward=None, frac_reward_zero_std=0.0),
         1,

@@ -130,12 +130,6 @@ class TestFailingMathVerify:
 
 
 class TestAccuracyReward:
-    def test_plain_and_conversational_completions(self):
-        texts = [box("3"), box("4"), "3"]
-        conversations = [[{"role": "assistant", "content": text}] for text in texts]
-        assert accuracy_reward(texts, ["3"] * 3) == [1.0, 0.0, 0.0]
-        assert accuracy_reward(conversations, solution=["3"] * 3, prompts=[None] * 3) == [1.0, 0.0, 0.0]
-
     def test_the_last_message_counts(self):
         messages = [{"role": "assistant", "content": box("3")}, {"role": "assistant", "content": box("4")}]
         assert accuracy_reward([messages], ["4"]) == [1.0]
