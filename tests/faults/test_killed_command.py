@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 from helpers import DEVICE_FIELDS, wait_until, without_times
-from invariance.canonical import Form, make_trainer
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
-from opo_trl import OPOTrainer
-from opo_trl.launch.signals import StopOnSignal
 from opo_trl.rollout.checkpoint import fault
 from opo_trl.train import main
 
@@ -75,13 +72,13 @@ def test_killed_command_resumes(uninterrupted: Path, tmp_path: Path):
     """Before the first checkpoint, and inside the second rollout."""
     for step in (2, 5):
         again = [] if step == 2 else ["--resume_from_checkpoint", "auto"]
-        assert stopped(tmp_path, signal.SIGKILL, step, *again) == -signal.SIGKILL
+        assert stopped(tmp_path, signal.SIGKILL, step, *again) == [-signal.SIGKILL]
     assert_resumes(tmp_path, uninterrupted)
 
 
 def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path):
     folder, number = tmp_path / "run", signal.SIGTERM
-    assert stopped(tmp_path, number, 1, "--save_steps", "1000") == 128 + number
+    assert stopped(tmp_path, number, 1, "--save_steps", "1000") == [128 + number]
     (saved,) = folder.glob("checkpoint-*")
     step = int(saved.name.removeprefix("checkpoint-"))
     assert step in (2, 3)  # after the current one, and no further one
@@ -95,12 +92,6 @@ def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path):
     assert_resumes(tmp_path, uninterrupted)
 
 
-def train_with(trainer_class: type, form: Form, model: str, folder: str) -> None:
-    trainer = make_trainer(form, model, Path(folder), trainer_class)
-    with StopOnSignal(trainer):
-        trainer.train()
-
-
 def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path):
     further = ("--max_steps", "2", "--per_device_train_batch_size", "6")
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": SECONDS}
@@ -110,39 +101,24 @@ def test_process_group_is_gone_before_the_interpreter_is(tmp_path: Path):
         assert "gloo" not in threads
 
 
-def test_signal_to_one_process_stops_all(tiny_model: str, tmp_path: Path):
-    form = Form("2 processes", rows=4, processes=2, config="multi_gpu", sampled=True, options={"max_steps": 10_000})
-
-    def stop_one(processes):
-        wait_until(lambda: (tmp_path / "in the step").exists())
-        os.kill(processes[1].pid, signal.SIGTERM)
-
-    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "meanwhile": stop_one, "limit": SECONDS}
-    status = launch(train_with, Marking, form, tiny_model, str(tmp_path), **where)
-    assert 128 + signal.SIGTERM in status, logs(tmp_path)
-    (saved,) = tmp_path.glob("checkpoint-*")
+def test_signal_to_one_process_stops_all(tmp_path: Path):
+    further = ("--max_steps", "1000", "--save_steps", "1000", "--per_device_train_batch_size", "6")
+    where = {"config": "multi_gpu", "processes": 2}
+    assert 128 + signal.SIGTERM in stopped(tmp_path, signal.SIGTERM, 1, *further, **where), logs(tmp_path)
+    (saved,) = (tmp_path / "run").glob("checkpoint-*")
     assert fault(saved) is None
     log = (tmp_path / "process_0.log").read_text()
     assert f"Ended by SIGTERM after optimizer step {saved.name.removeprefix('checkpoint-')}." in log
 
 
-class Marking(OPOTrainer):
-    """Says when it trains."""
-
-    def training_step(self, *args, **kwargs):
-        (Path(self.args.output_dir) / "in the step").touch()
-        return super().training_step(*args, **kwargs)
-
-
-def stopped(place: Path, number: signal.Signals, step: int, *further: str) -> int:
-    """Exit status of a run in `place / "run"` that gets a signal after `step`."""
+def stopped(place: Path, number: signal.Signals, step: int, *further: str, **where) -> list[int]:
+    """Exit status of the processes of a run in `place / "run"`, of which the last gets a signal after `step`."""
 
     def stop(processes):
         wait_until(lambda: any(entry["step"] == step for entry in lines_so_far(place / "run")))
-        os.kill(processes[0].pid, number)
+        os.kill(processes[-1].pid, number)
 
-    (status,) = launch(train, place / "run", *further, folder=place, meanwhile=stop, limit=SECONDS)
-    return status
+    return launch(train, place / "run", *further, folder=place, meanwhile=stop, limit=SECONDS, **where)
 
 
 def assert_resumes(place: Path, uninterrupted: Path):
