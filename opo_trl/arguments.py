@@ -97,6 +97,8 @@ class OPOScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self):
+        if self.dataset_streaming:  # of TRL's scripts
+            raise ValueError("dataset_streaming=True has no effect: datasets are loaded completely. Remove it.")
         for name in ("columns", "dataset_settings"):
             if isinstance(value := getattr(self, name), str):
                 setattr(self, name, json.loads(value))

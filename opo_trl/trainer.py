@@ -102,8 +102,7 @@ class OPOTrainer(GRPOTrainer):
         `ValueError`: vLLM would have to generate from a quantized base model, or the dataset has fewer prompts than a
             rollout needs.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
-            completion; isolated ones fail to score half of a round's completions; an environment fails, or a tool
-            raises what is not an `Exception`.
+            completion; or isolated ones fail to score half of a round's completions.
         `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`).
     """
 
