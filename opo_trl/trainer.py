@@ -210,6 +210,7 @@ class OPOTrainer(GRPOTrainer):
         self._reward_failures: dict[str, int] = {}  # by kind, over all processes, since the last entry of the log
         self._skipped = SkippedSteps(args, accelerator)
         self._current_train_step_time = 0.0
+        self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             kept.clear()
         self._advantages: Tensor | None = None  # of the current rollout, over all processes; NaN where invalid

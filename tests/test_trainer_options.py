@@ -256,6 +256,9 @@ def test_tokens_that_stop_vllm_end_completions_too(tiny_model, tmp_path, monkeyp
     options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
     trainer = make_trainer(tiny_model, tmp_path, generation_kwargs={"stop_token_ids": [40, 41]}, **options)
     assert trainer.eos_token_ids == [trainer.processing_class.eos_token_id, 40, 41]
+    trainer._last_loaded_step = 0  # as an earlier call of `train` leaves it, of one step
+    trainer._begin()
+    assert trainer._last_loaded_step == -1
 
 
 # Models
