@@ -123,7 +123,10 @@ class ObjectiveConfig:
 
 
 def check_optim_args(args: Any) -> None:
-    """Check that the optimizer reads `optim_args`, which Transformers would ignore."""
+    """Check that optimizer and schedule read their options, which Transformers would ignore."""
+    if args.lr_scheduler_kwargs and args.lr_scheduler_type in ("constant", "constant_with_warmup"):
+        said = f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on a constant learning rate"
+        raise ValueError(f"{said}. Remove it, or set `lr_scheduler_type`.")
     if args.optim_args and args.optim in _WITHOUT_ARGS:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")
 
@@ -210,8 +213,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         if self.max_staleness and (self.num_iterations == 1 or self.is_on_policy):
             fix = f"2 or more, and `gradient_accumulation_steps` to at most {self.steps_per_generation}"
             raise ValueError(f"max_staleness={self.max_staleness} replays nothing. Set `num_iterations` to {fix}.")
-        if self.rollouts is not None and (self.max_sampling_rounds > 1 or self.remove_unused_columns):
-            others = "`max_sampling_rounds` above 1, or `remove_unused_columns`. Remove these"
+        if self.rollouts and (self.max_sampling_rounds > 1 or self.remove_unused_columns or self.use_vllm):
+            others = "`use_vllm`, `max_sampling_rounds` above 1, or `remove_unused_columns`. Remove these"
             raise ValueError(f"rollouts={self.rollouts!r} cannot be combined with {others}.")
         wanted = f"None: optim={self.optim.value!r} takes a step in every backward pass"
         is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)

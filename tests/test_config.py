@@ -139,6 +139,7 @@ TOPR = {"objective": "topr"}
         ({"ignore_data_skip": True}, "resumed exactly"),
         # Options that libraries would ignore, or sample otherwise with
         ({"optim_args": "lr=3"}, "adamw_torch_fused"),
+        ({"lr_scheduler_kwargs": {"min_lr": 1e-7}, "lr_scheduler_type": "constant"}, "constant learning rate"),
         ({"generation_kwargs": {"temprature": 2}}, "GenerationConfig"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams"),
         ({"generation_kwargs": {"guidance_scale": 1.5}}, "guidance_scale"),

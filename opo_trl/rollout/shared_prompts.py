@@ -33,7 +33,7 @@ def balance(model: PreTrainedModel) -> float | None:
     sdpa = config._attn_implementation in (None, "sdpa") and getattr(config, "sliding_window", None) is None
     if config.model_type not in ARCHITECTURES or not (full and sdpa):
         return None
-    if any(adapter.is_prompt_learning for adapter in adapters):
+    if any(adapter.is_prompt_learning for adapter in adapters) or hasattr(config, "auto_map"):  # code from the Hub
         return None
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, keys = config.num_attention_heads, config.num_key_value_heads

@@ -288,6 +288,7 @@ def test_files_that_cannot_be_used(tmp_path):
         ({"trainer_arguments": {"tools": [print]}}, "tools"),
         ({"trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": PROMPTS})}}, "train_dataset"),
         ({"max_sampling_rounds": 2}, "max_sampling_rounds"),
+        ({"use_vllm": True}, "use_vllm"),
         ({"save_rollouts": True}, "save_rollouts=True cannot record rollouts"),
         ({"temperature": 0.5}, r"temperature=0\.5, .* at a temperature of 0\.7 and 1\. Keep those of one"),
     ],

@@ -151,6 +151,7 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
         ("qwen3", {"attn_implementation": "eager"}),
         ("mistral", {"sliding_window": 4}),
         ("qwen2", {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}),
+        ("qwen3", {"auto_map": {"AutoModelForCausalLM": "code.Model"}}),
         ("gpt2", {}),
         ("opt", {}),
         ("qwen3_moe", {}),
