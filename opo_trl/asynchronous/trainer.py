@@ -172,7 +172,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if options is not None:
             options |= {"trained": frozenset(trained)}
             if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
-                options |= {"dataset_start_index": 0}
+                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
 
     def _streaming_iter(self):
         """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
@@ -290,6 +290,12 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         """After an optimizer step: count its prompts, gather its samples from all processes, once, and log them."""
         if not self._passes_left:
             self._trained_groups |= self._groups_of_step
+            end, waiting = self._epoch_stop_groups or 0, set().union(*self._collated)
+            # A micro-batch is made ahead. If its prompts are of another epoch, those missing of this have no score.
+            if end and min(waiting, default=-1) >= end:
+                unscored = {*range(end)} - self._trained_groups
+                self._trained_groups |= unscored
+                self._groups_before_resume, self._last_groups_trained = 0, self._last_groups_trained + len(unscored)
         super()._log_step_metrics()
         # Processes have different numbers of samples.
         table = self.accelerator.pad_across_processes(torch.cat(self._reports), pad_index=torch.nan)
@@ -311,6 +317,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if self.state.global_step >= self.state.max_steps or self.accelerator.reduce(over, reduction="sum").item():
             self.control.should_training_stop = True
             return
+        self._groups_before_resume = -1  # added to that set's size, by which TRL ends a run: not before all are in it
         super()._run_epoch(**named)
 
     def _get_grad_norm(self, model, grad_norm=None):

@@ -2,6 +2,7 @@
 TRL's rollout worker, with targets: its loop, which generates and scores in a process of its own, and its controller.
 """
 
+import asyncio
 import math
 import os
 import signal
@@ -30,10 +31,17 @@ MOST_UNSCORED = 100  # groups in a row, after which the run ends
 
 
 class OPORolloutLoop(_AsyncRolloutLoop):
-    """TRL's rollout loop, with targets by the objective `opo`, without groups that an earlier run has `trained`."""
+    """
+    TRL's rollout loop, with targets by the objective `opo`, without groups that an earlier run has `trained`. Those
+    after the first `epochs` wait until these are scored: they fill up the last optimizer step.
+    """
 
-    def __init__(self, *, opo: Objective, trained: Collection[int] = frozenset(), vocab_size=math.inf, **named):
+    def __init__(
+        self, *, opo: Objective, trained: Collection[int] = frozenset(), vocab_size=math.inf, epochs=0, **named
+    ):
         super().__init__(**named)
+        self.epochs, self._left = epochs, epochs - sum(group < epochs for group in trained)
+        self._epochs_are_scored = asyncio.Event()
         self.opo, self.trained, self.vocab_size = opo, trained, vocab_size
         self._unscored = 0  # groups, in a row
         # The names of environments follow those of the functions.
@@ -55,6 +63,11 @@ class OPORolloutLoop(_AsyncRolloutLoop):
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         return (work for work in super()._repeat_iterator() if work[0] not in self.trained)
 
+    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
+        if group_id >= self.epochs and self._left > 0:
+            await self._epochs_are_scored.wait()
+        return await super()._generate_one(prompt, tool_dict, tools, group_id)
+
     async def _generate_one_turn(self, prompt_ids):
         ids, logps = await super()._generate_one_turn(prompt_ids)
         if not all(x is not None and math.isfinite(x) for x in logps) or max(ids, default=0) >= self.vocab_size:
@@ -64,6 +77,9 @@ class OPORolloutLoop(_AsyncRolloutLoop):
 
     async def _score_group(self, group: RolloutGroup) -> list[RolloutSample]:
         samples = await super()._score_group(group)
+        self._left -= 1
+        if not self._left:
+            self._epochs_are_scored.set()
         conversations = [i for i, rows in enumerate(group.completions_sequences) for _ in rows]
         kept = with_targets(samples, conversations, self.opo) if samples else []
         self._counters["sample/unscored_total"] += len(samples) - len(kept)

@@ -46,7 +46,7 @@ class Notes(TrainerCallback):
         self.trainer.notes.clear()
 
 
-def make(model: str, folder: Path, **options) -> Noted:
+def make(model: str, folder: Path, reward=lengths, **options) -> Noted:
     # Six samples in a micro-batch, four in a group: groups are divided.
     args = scripted.config(
         folder,
@@ -61,7 +61,7 @@ def make(model: str, folder: Path, **options) -> Noted:
             **options,
         },
     )
-    trainer, _ = scripted.in_process(model, args, PROMPTS, lengths, Noted, staleness=1)
+    trainer, _ = scripted.in_process(model, args, PROMPTS, reward, Noted, staleness=1)
     trainer.notes = []
     trainer.callback_handler.callbacks.insert(0, Notes(trainer, folder / "trained.jsonl"))
     return trainer
@@ -133,3 +133,31 @@ def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):
 
 def train_or_resume(model: str, folder: Path) -> None:
     make(model, folder).train(resume_from_checkpoint="auto")
+
+
+def lengths_of_most(completion_ids, place, **named):
+    return [None if i % 4 == 3 else float(len(ids)) for i, ids in zip(place, completion_ids, strict=True)]
+
+
+def lengths_of_all(completion_ids, **named):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+MOST = {group for group in range(16) if group % 4 != 3}
+
+
+@pytest.mark.parametrize(
+    ("reward", "batch_size", "groups"),
+    [
+        (lengths_of_most, 6, MOST),  # eight steps, which divide groups
+        (lengths_of_all, 9, {*range(18)}),  # the eighth step has a completion of the last group, and eight others
+    ],
+)
+def test_an_epoch_trains_all_scored_completions_once(tiny_model, tmp_path, reward, batch_size, groups):
+    """Unscored prompts, the last among them, are not replaced by others."""
+    options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": batch_size}
+    for resumed in (None, True):
+        trainer = make(tiny_model, tmp_path, reward, **options, max_tool_calling_iterations=0)
+        trainer.train(resume_from_checkpoint=resumed)
+        assert trainer.state.global_step == len(groups) * scripted.G // batch_size
+    assert {group for _, step in trained_groups(tmp_path) for group in step} == groups
