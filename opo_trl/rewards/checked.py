@@ -47,4 +47,5 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         said = f"The reward function {name} has raised {told(error)}"
-        raise RewardError(f"{said}. Return a list with one number, or None, for each completion.") from error
+        cause = None if isinstance(error, StopIteration) else error  # `contextlib` would raise that one again
+        raise RewardError(f"{said}. Return a list with one number, or None, for each completion.") from cause

@@ -1,6 +1,7 @@
 """What a reward function may be and return, and the error that names one that fails."""
 
 import functools
+import os
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -79,6 +80,7 @@ def fails():
         # These would end the run without a word.
         (Scorer(lambda: sys.exit(0)), "Scorer has raised SystemExit: 0"),
         (exits, "function exits has raised SystemExit: 0"),
+        (Scorer(lambda: next(iter(()))), "Scorer has raised StopIteration"),
         (Scorer(fails), r"ValueError: a\x1b[2J"),
     ],
 )
@@ -91,3 +93,17 @@ def test_anything_else_is_named_in_a_short_line_that_no_terminal_obeys(tiny_mode
     assert len(str(error.value)) < 400
     assert str(error.value).isprintable()
     assert trainer.reward_funcs[1] is reward
+
+
+def test_run_stays_in_its_folder_whatever_a_reward_does(tiny_model, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def reward(completions, **columns):
+        os.chdir(tmp_path / "elsewhere")
+        return [1.0] * len(completions)
+
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    make_trainer(tiny_model, Path("run"), trainer_arguments={"reward_funcs": reward}, **options).train()
+    assert {"checkpoint-1", "checkpoint-2"} <= {path.name for path in (tmp_path / "run").iterdir()}
+    assert [*(tmp_path / "elsewhere").iterdir()] == []
