@@ -23,7 +23,7 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, chdir, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -363,7 +363,7 @@ class OPOTrainer(GRPOTrainer):
             inputs = self._recorded.one_by_one(inputs, self.accelerator.process_index)
             source = temporarily(self, rollout_func=self._recorded.recall)
         training = self.model.training
-        with recorded_rewards(self) as scored, source:
+        with recorded_rewards(self) as scored, source, chdir("."):  # a reward may change the folder
             rollout = super()._generate_and_score_completions(inputs)
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
@@ -717,7 +717,9 @@ class OPOTrainer(GRPOTrainer):
         several datasets has its name in its metrics.
         """
         self._evaluated.clear()
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
+        # TRL logs how long it generates; to trackio even if its run has not begun or is over.
+        with nullcontext() if self.is_in_train else temporarily(self.args, report_to=[]):
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
         own = self._metrics["eval"]
         if self._evaluated and has_length(dataloader.dataset):
             rewards = torch.cat(self._evaluated)[: len(dataloader.dataset) * self.num_generations_eval]

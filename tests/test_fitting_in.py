@@ -85,6 +85,7 @@ def test_metrics_reach_trackio(tiny_model, tmp_path, monkeypatch):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     trainer = make(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
     evaluate(trainer, CHAT.select(range(2)))  # the run has not begun
+    trainer.evaluate(CHAT.select(range(2)))
     trainer.train()
     evaluate(trainer, CHAT.select(range(2)))  # the run is over
     (file,) = (tmp_path / "trackio").glob("*.db")
