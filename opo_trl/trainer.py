@@ -712,10 +712,7 @@ class OPOTrainer(GRPOTrainer):
     # 5. The log
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        """
-        As in TRL, but rewards are means over the dataset's rows, without those that fill the last batch; and one of
-        several datasets has its name in its metrics.
-        """
+        """As in TRL, but without rows that fill the last batch, and under the name of one of several datasets."""
         self._evaluated.clear()
         # TRL logs how long it generates; to trackio even if its run has not begun or is over.
         with nullcontext() if self.is_in_train else temporarily(self.args, report_to=[]):
