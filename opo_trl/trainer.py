@@ -178,6 +178,8 @@ class OPOTrainer(GRPOTrainer):
         if (ends := generation.get("stop_token_ids" if args.use_vllm else "eos_token_id")) is not None:
             ends = [ends] if isinstance(ends, int) else ends
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
+        if not args.use_vllm:  # what is left open, Transformers takes from the model's own generation_config.json
+            self.generation_config.update(**{"num_beams": 1, "guidance_scale": 1, **generation})
         if args.rollouts is not None:
             self.train_dataset = self._recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have

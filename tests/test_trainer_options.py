@@ -251,6 +251,23 @@ def test_a_completion_ends_where_its_generation_did(tiny_model, tmp_path):
     assert logged(trainer)[0]["completions/clipped_ratio"] == 1 - finished.float().mean()
 
 
+def test_completions_are_sampled_whatever_the_models_own_configuration_asks_for(tiny_model, tmp_path, monkeypatch):
+    model, used = AutoModelForCausalLM.from_pretrained(tiny_model), []
+    model.generation_config.num_beams, model.generation_config.guidance_scale = 2, 1.5
+    prepare = model._prepare_generation_config
+
+    def prepared(*inputs, **named):
+        config, *others = prepare(*inputs, **named)
+        used.append((config.num_beams, config.guidance_scale, config.do_sample))
+        return config, *others
+
+    monkeypatch.setattr(model, "_prepare_generation_config", prepared)
+    rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "rollout_func": None}
+    arguments = {**rewards, "processing_class": make_tokenizer()}
+    make_trainer(model, tmp_path, trainer_arguments=arguments, max_steps=1).train()
+    assert {*used} == {(1, 1, True)}
+
+
 def test_tokens_that_stop_vllm_end_completions_too(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: setattr(engine, "llm", None))
     options = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False}
