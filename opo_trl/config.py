@@ -133,13 +133,13 @@ def check_optim_args(args: Any) -> None:
 
 _CONTENT = """
     trainer dataset_name dataset_config dataset_train_split dataset_test_split dataset_settings columns levels fraction
-    subset_seed test_fraction prompt_style instruction max_prompt_length tools environment_factory rollouts
-    rollouts_model chat_template_kwargs num_generations max_completion_length max_tool_calling_iterations
-    max_sampling_rounds max_staleness temperature top_p top_k min_p repetition_penalty generation_kwargs
-    vllm_structured_outputs_regex reward_funcs reward_model_name_or_path reward_weights overlong_cache scale_rewards
-    multi_objective_aggregation importance_sampling_level epsilon epsilon_high delta sapo_temperature_neg
-    sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos beta use_bias_correction_kl
-    sync_ref_model ref_model_sync_steps ref_model_mixup_alpha entropy_coef top_entropy_quantile
+    subset_seed shuffle_dataset disable_dropout test_fraction prompt_style instruction max_prompt_length tools
+    environment_factory rollouts rollouts_model chat_template_kwargs num_generations max_completion_length
+    max_tool_calling_iterations max_sampling_rounds max_staleness temperature top_p top_k min_p repetition_penalty
+    generation_kwargs vllm_structured_outputs_regex reward_funcs reward_model_name_or_path reward_weights
+    overlong_cache scale_rewards multi_objective_aggregation importance_sampling_level epsilon epsilon_high delta
+    sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos beta
+    use_bias_correction_kl sync_ref_model ref_model_sync_steps ref_model_mixup_alpha entropy_coef top_entropy_quantile
     off_policy_mask_threshold mask_truncated_completions router_aux_loss_coef vllm_importance_sampling_correction
     vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_min
     vllm_importance_sampling_clip_max

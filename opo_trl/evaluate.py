@@ -160,6 +160,7 @@ def _twin(trainer: "GRPOTrainer") -> Any:
     twin._get_per_token_logps_and_entropies = lambda *args, **named: (None, None, None)
     twin.state = copy(trainer.state)  # it counts tokens
     twin.args = copy(trainer.args)
+    twin._evaluated = []  # of TRL's evaluations
     twin.args.report_to = []  # TRL logs how long it generates; to trackio even if its run has not begun or is over
     for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs"):
         if hasattr(trainer, name):

@@ -27,8 +27,8 @@ class Bound:
 
 POSITIVE = Bound("a positive finite number", lambda x: 0 < x < math.inf)
 NOT_NEGATIVE = Bound("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
-COUNT = Bound("an integer of at least 1", lambda x: 1 <= x < math.inf)
-COUNT_OR_ZERO = Bound("an integer of at least 0", lambda x: 0 <= x < 2**31)
+COUNT = Bound("an integer of at least 1", lambda x: 1 <= x < math.inf and x == int(x))
+COUNT_OR_ZERO = Bound("an integer of at least 0", lambda x: 0 <= x < 2**31 and x == int(x))
 FRACTION = Bound("a number in [0, 1]", lambda x: 0 <= x <= 1)
 SHARE = Bound("a number in (0, 1]", lambda x: 0 < x <= 1)
 PART = Bound("a number in (0, 1)", lambda x: 0 < x < 1)

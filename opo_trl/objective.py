@@ -416,12 +416,10 @@ class Objective:
     def describe_objective(self) -> str:
         """Line of a run's plan: the fields that it reads."""
         fields = {name: getattr(self.args, name, None) for name in sorted({*self.fields, "beta"})}
-        return ", ".join(
-            [
-                type(self).__name__,
-                *(f"{name} = {value}" for name, value in fields.items() if value not in (None, False, 0, "none")),
-            ]
-        )
+        said = [
+            f"{name} = {value}" for name, value in fields.items() if not (value in (None, "none") or value is False)
+        ]
+        return ", ".join([type(self).__name__, *said])
 
     def targets(self, groups: Groups) -> Targets:
         """Targets of complete groups: once per rollout, or when a group is scored."""

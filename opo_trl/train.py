@@ -21,7 +21,7 @@ from typing import Any
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from . import trl  # isort: skip  # noqa: F401
+from .trl import temporarily  # isort: skip
 
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -35,6 +35,7 @@ from .checks.weights import check_weights
 from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
+from .fields import require
 from .launch import output_dir, preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure
 from .launch.data import Data, load_data
@@ -72,6 +73,9 @@ def prepare(argv: Sequence[str]) -> Run:
     script, args, model_config, recipe = parse(argv)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
+    require(model_config.model_name_or_path is not None, "model_name_or_path", None, "a model")
+    has_data = script.dataset_name or getattr(args, "rollouts", None)
+    require(bool(has_data), "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
     checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
 
     tools = load_tools(script)
@@ -156,7 +160,8 @@ def run(ready: Run) -> None:
     if lines:
         trainer.accelerator.print(*lines, sep="\n")
     if args.push_to_hub:
-        trainer.push_to_hub(dataset_name=script.dataset_name)
+        with temporarily(trainer, create_model_card=lambda *_, **__: None):  # there is one, with accuracies
+            trainer.push_to_hub()
     trainer.end()
 
 

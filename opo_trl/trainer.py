@@ -180,6 +180,8 @@ class OPOTrainer(GRPOTrainer):
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
         if not args.use_vllm:  # what is left open, Transformers takes from the model's own generation_config.json
             self.generation_config.update(**{"num_beams": 1, "guidance_scale": 1, **generation})
+        if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
+            raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
         if args.rollouts is not None:
             self.train_dataset = self._recorded.completed(self)
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
@@ -366,7 +368,10 @@ class OPOTrainer(GRPOTrainer):
             source = temporarily(self, rollout_func=self._recorded.recall)
         training = self.model.training
         with recorded_rewards(self) as scored, source, chdir("."):  # a reward may change the folder
-            rollout = super()._generate_and_score_completions(inputs)
+            try:
+                rollout = super()._generate_and_score_completions(inputs)
+            except SystemExit as error:  # it would end the run as if it had finished
+                raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
         # An override that sets `old_per_token_logps` says what the behaviour policy is.
@@ -554,13 +559,15 @@ class OPOTrainer(GRPOTrainer):
         balance = None
         if not self.aux_loss_enabled:
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
+        # A subclass's loss may be a mean, and count on `gradient_accumulation_steps` micro-batches.
+        plans = self.args.plan_micro_batches and self._owns_loss
         return Planner(
             self.args,
             self.accelerator,
             communicates=sharded,
             balance=balance,
             # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
-            plans=self.args.plan_micro_batches and self.pad_to_multiple_of is None and self._any_width is not False,
+            plans=plans and self.pad_to_multiple_of is None and self._any_width is not False,
         )
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
@@ -591,12 +598,16 @@ class OPOTrainer(GRPOTrainer):
         found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
         return found & rows["opo_own"].bool()
 
+    @property
+    def _owns_loss(self) -> bool:
+        """Whether no subclass overrides the loss."""
+        kind = type(self)
+        return kind.compute_loss is GRPOTrainer.compute_loss and kind._compute_loss is OPOTrainer._compute_loss
+
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that can be skipped, as neither TRL's options nor a subclass give them a gradient."""
-        kind = type(self)
-        own = kind.compute_loss is GRPOTrainer.compute_loss and kind._compute_loss is OPOTrainer._compute_loss
-        alone = own and self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        if not (alone and self.args.skip_inert_rows):
+        alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        if not (self._owns_loss and alone and self.args.skip_inert_rows):
             return torch.zeros_like(rows["opo_idle"])
         if not self.policy_objective.pulls_back:
             return rows["opo_target"] == 0
@@ -716,6 +727,7 @@ class OPOTrainer(GRPOTrainer):
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
         """As in TRL, but without rows that fill the last batch, and under the name of one of several datasets."""
         self._evaluated.clear()
+        self._metrics["eval"].clear()
         # TRL logs how long it generates; to trackio even if its run has not begun or is over.
         with nullcontext() if self.is_in_train else temporarily(self.args, report_to=[]):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)

@@ -47,7 +47,7 @@ def check() -> None:
 def check_replaced() -> None:
     """
     Check that TRL's and Transformers' trainers are their own. Unsloth puts classes made of rewritten source in their
-    place when it is imported, which may be after our import: so a trainer checks again when it is made and trains.
+    place when it is imported, which may be after our import: so a trainer checks again when it is made.
 
     Raises:
         `ImportError`: names the class, and what is in its place.

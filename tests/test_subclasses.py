@@ -146,6 +146,7 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]  # a zero-variance group, which OPO would skip
     trainer = trained(tiny_model, tmp_path, own, rewards=rewards, skip_inert_rows=True, **PARTS)
     assert all(inputs["weight"].shape == inputs["completion_mask"].shape for inputs in seen)
+    assert [len(inputs["weight"]) for inputs in seen] == [trainer.args.per_device_train_batch_size] * len(seen)
     assert sum(len(inputs["weight"]) for inputs in seen) == 16
     assert norm(trainer.steps[0].gradient) > 0.1
     assert "opo/chi2" not in logged(trainer)[0]

@@ -54,6 +54,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         for name, argument in absent.items():
             if named.pop(argument or name, None) is not None:
                 raise ValueError(f"{name} is not possible with trainer: async_opo. Remove it, or set `trainer: opo`.")
+        if isinstance(reward_funcs[0], str):
+            raise ValueError("reward_model_name_or_path is not possible with trainer: async_opo. Remove it.")
         revision = cast(dict, args.model_init_kwargs or {}).get("revision")
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

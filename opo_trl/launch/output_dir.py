@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 # logs, validates and reports, and how it is executed. A checkpoint would hide new values of optimizer and schedule.
 KEPT = (
     *("model_name_or_path", "model_revision", "dtype", "load_in_8bit", "load_in_4bit", "use_peft", "use_dora"),
-    *("use_rslora", "optim", "learning_rate", "lr_scheduler_type", "adam_beta1", "adam_beta2", "adam_epsilon"),
-    *("weight_decay", "seed", *CONTENT),
+    *("use_rslora", "optim", "optim_args", "optim_target_modules", "learning_rate", "lr_scheduler_type", "adam_beta1"),
+    *("adam_beta2", "adam_epsilon", "weight_decay", "seed", *CONTENT),
 )
 
 

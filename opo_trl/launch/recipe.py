@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import trl
+from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig, TrlParser
 
 from ..arguments import OPOScriptArguments
@@ -169,7 +170,7 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
     """Options of `accelerate launch`, as a recipe sets them, as words of its command line."""
     flags = {name for name in options if _launch_actions()[name].nargs == 0}
     words = [f"--{name}={value}" for name, value in options.items() if name not in flags]
-    return words + [f"--{name}" for name in flags if options[name] == "true"]
+    return words + [f"--{name}" for name in flags if string_to_bool(options[name])]
 
 
 def _hint(name: str, trainer: str) -> str:

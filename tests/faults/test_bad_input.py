@@ -106,6 +106,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
     "together": (["mu=1.0", "chi2_radius=0.1", "Remove one"], {"mu": 1, "chi2_radius": 0.1}, str),
     "fewer prompts than a rollout": (["needs 16 prompts", "has 8"], {"per_device_train_batch_size": 32}, str),
     "no effect": (["lora_r=4 has no effect without `use_peft: true`"], {"lora_r": 4}, str),
+    "no model": (["model_name_or_path=None", "to a model"], {"model_name_or_path": None}, str),
     "no streaming": (["dataset_streaming=True has no effect"], {"dataset_streaming": True}, str),
     "no template": (
         ["prompt_style='chat'", "no chat template", "Set `prompt_style` to 'plain'"],

@@ -126,3 +126,4 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     given = recipe.read([write(folder, RECIPE | {"num_processes": 1, "cpu": True}), "--num_machines", "1"])
     assert given.unknown == ["--num_machines", "1"]
     assert recipe.launch_words(given.launch) == ["--num_processes=1", "--cpu"]
+    assert recipe.launch_words({"cpu": "True", "multi_gpu": "no"}) == ["--cpu"]
