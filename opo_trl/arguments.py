@@ -1,9 +1,9 @@
 """`OPOScriptArguments`: recipe fields that belong to neither the trainer's configuration nor the model's."""
 
-import json
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+import yaml
 from trl import ScriptArguments
 
 from .data import INSTRUCTION, gym
@@ -101,7 +101,7 @@ class OPOScriptArguments(ScriptArguments):
             raise ValueError("dataset_streaming=True has no effect: datasets are loaded completely. Remove it.")
         for name in ("columns", "dataset_settings"):
             if isinstance(value := getattr(self, name), str):
-                setattr(self, name, json.loads(value))
+                setattr(self, name, yaml.safe_load(value))
         drawn = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:
             default = "gym_reward" if drawn else "accuracy_reward"

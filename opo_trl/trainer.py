@@ -55,7 +55,7 @@ from .objectives import GRPO, objective_named
 from .rewards.checked import checked
 from .rollout import checkpoint, padding, reference, shared_prompts
 from .rollout.frozen_base import FrozenBase
-from .rollout.planner import Planner, loaded_sharded, without_exchange
+from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
 from .rollout.replay import ReplayBuffer
@@ -555,7 +555,9 @@ class OPOTrainer(GRPOTrainer):
     @cached_property
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
-        sharded = zero_stage >= 2 or self.is_fsdp_enabled or loaded_sharded(self)
+        sharded = (
+            zero_stage >= 2 or self.is_fsdp_enabled or getattr(self, "is_distributed_loading_by_transformers", False)
+        )
         balance = None
         if not self.aux_loss_enabled:
             balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
@@ -601,8 +603,8 @@ class OPOTrainer(GRPOTrainer):
     @property
     def _owns_loss(self) -> bool:
         """Whether no subclass overrides the loss."""
-        kind = type(self)
-        return kind.compute_loss is GRPOTrainer.compute_loss and kind._compute_loss is OPOTrainer._compute_loss
+        own = type(self).compute_loss, type(self)._compute_loss
+        return own == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
 
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that can be skipped, as neither TRL's options nor a subclass give them a gradient."""

@@ -21,7 +21,7 @@ from trl.trainer.utils import get_callable_name
 from ..asynchronous.config import AsyncOPOConfig
 from ..asynchronous.in_process import InProcessWorker
 from ..asynchronous.trainer import AsyncOPOTrainer
-from ..fields import COUNT_OR_ZERO, setting
+from ..fields import COUNT_OR_ZERO, require, setting
 from ..rewards.checked import checked_reward
 
 
@@ -54,8 +54,8 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         for name, argument in absent.items():
             if named.pop(argument or name, None) is not None:
                 raise ValueError(f"{name} is not possible with trainer: async_opo. Remove it, or set `trainer: opo`.")
-        if isinstance(reward_funcs[0], str):
-            raise ValueError("reward_model_name_or_path is not possible with trainer: async_opo. Remove it.")
+        model_of_reward = reward_funcs[0] if isinstance(reward_funcs[0], str) else None
+        require(model_of_reward is None, "reward_model_name_or_path", model_of_reward, "null: it needs trainer: opo")
         revision = cast(dict, args.model_init_kwargs or {}).get("revision")
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token

@@ -58,7 +58,7 @@ class ProgressBar(ProgressCallback):
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None and (budget := getattr(args, "max_completions", None)):
             steps = math.ceil(budget / args.generation_batch_size) * args.optimizer_steps_per_rollout
-            self.training_bar.total = min(state.max_steps, math.ceil(steps))
+            self.training_bar.reset(total=min(state.max_steps, math.ceil(steps)))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:

@@ -46,7 +46,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _newest_state(folder: Path) -> Path:
     """The state of the most optimizer steps: that of a checkpoint, or of the end."""
-    states = [state for state in (*folder.glob(f"*checkpoint*/{STATE}"), folder / STATE) if state.is_file()]
+    states = [state for state in (*folder.glob(f"checkpoint-*/{STATE}"), folder / STATE) if state.is_file()]
     if not states:
         raise ValueError(f"RUN={str(folder)!r} has no {STATE}, nor has a checkpoint in it, and is no file.")
     return max(states, key=lambda state: read_json(state).get("global_step", 0))

@@ -178,11 +178,6 @@ def _needed(read: np.ndarray, balance: float | None, limits: Limits) -> tuple[in
     return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
 
 
-def loaded_sharded(trainer: Any) -> bool:
-    """Whether Transformers has sharded the model while loading it, which it does from 5.19 on."""
-    return getattr(trainer, "is_distributed_loading_by_transformers", False)
-
-
 @contextmanager
 def without_exchange(trainer: Any, model: Any) -> Iterator[None]:
     """Add to the gradients of this process, without the exchange that comes with the last micro-batch."""
@@ -192,7 +187,7 @@ def without_exchange(trainer: Any, model: Any) -> Iterator[None]:
     # As Transformers does it between the calls of an accumulation.
     if not exchanges or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         without = nullcontext()
-    elif loaded_sharded(trainer) and is_fsdp_managed_module(trainer.model):
+    elif getattr(trainer, "is_distributed_loading_by_transformers", False) and is_fsdp_managed_module(trainer.model):
         # Before Transformers 5.23, the exchange cannot wait. It is linear, so the sum of its results is the same.
         without = getattr(trainer, "_defer_fsdp_gradient_reduction", nullcontext)()
     else:

@@ -222,6 +222,10 @@ def test_newest_checkpoint_is_read_unless_training_went_further(tmp_path):
         write_json(tmp_path / folder / "trainer_state.json", {"global_step": step, "log_history": log})
         assert len(entries(tmp_path)) == step
     assert len(entries(tmp_path / "checkpoint-9")) == 9
+    (tmp_path / "checkpoint-10").rename(tmp_path / "replaced-checkpoint-99")  # of an earlier run
+    write_json(tmp_path / "replaced-checkpoint-99" / "trainer_state.json", {"global_step": 99, "log_history": log})
+    write_json(tmp_path / "trainer_state.json", {"global_step": 3, "log_history": log[:3]})
+    assert len(entries(tmp_path)) == 9
 
 
 BAD = {
