@@ -34,7 +34,7 @@ def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
         assert whole in text
         text = text.replace(whole, part)
     (tmp_path / "shorter.ipynb").write_text(text, encoding="utf-8")
-    notebook = execute(tmp_path / "shorter.ipynb", tmp_path, SETTING="cpu")
+    notebook = execute(tmp_path / "shorter.ipynb", tmp_path, seconds=120, SETTING="cpu")
     text = text_of(notebook)
     assert "setting: cpu" in text
     [row] = re.findall(r"^\| accuracy, .*$", text, re.MULTILINE)
@@ -59,7 +59,7 @@ def test_comparison_reports_on_both_methods(tmp_path):
 
 
 def test_geometry_runs():
-    notebook = execute(FOLDER / "geometry_of_opo.ipynb", seconds=120)  # in its folder: `benchmarks` is in ".."
+    notebook = execute(FOLDER / "geometry_of_opo.ipynb", seconds=60)  # in its folder: `benchmarks` is in ".."
     assert pictures(notebook) == 6
     assert "needed is 1 − min ω = 0.90" in text_of(notebook)
 
