@@ -53,8 +53,8 @@ def test_comparison_reports_on_both_methods(tmp_path):
     text = text_of(notebook)
     for name in ("num_iterations", "max_staleness"):
         assert f"| `{name}` |" in text
-    assert "|  | grpo | opo |" in text
-    assert re.search(r"^\| Level 3, sampled, less grpo \|.*points \(one seed\)", text, re.MULTILINE)
+    assert "|  | out/grpo/seed-1 | out/opo/seed-1 |" in text
+    assert re.search(r"^\| Level 3, sampled, less out/grpo/seed-1 \|.*points \(one seed\)", text, re.MULTILINE)
     assert pictures(notebook) == 1
 
 
