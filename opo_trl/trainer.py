@@ -103,7 +103,8 @@ class OPOTrainer(GRPOTrainer):
             rollout needs.
         [`RewardError`]: in training, a reward function raises, or does not return one number, or `None`, for each
             completion; or isolated ones fail to score half of a round's completions.
-        `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`).
+        `RuntimeError`: in training, too many gradients in a row are not finite (`max_skipped_steps`), or a tool or an
+            environment exits.
     """
 
     _tag_names = ["trl", "opo"]  # noqa: RUF012 (TRL declares these as class attributes)

@@ -1,7 +1,5 @@
 """
-Checks before a model is loaded: what would train otherwise than asked without a word, and a reward's signature.
-
-Each raises a `ValueError` that names the field, its value and the fix.
+Checks before a model is loaded: templates, and a reward's signature. A `ValueError` names the field and the fix.
 """
 
 import inspect

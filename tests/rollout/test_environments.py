@@ -8,6 +8,7 @@ gradient from the definition, over what the model wrote.
 import json
 import random
 import re
+import sys
 
 import pytest
 import torch
@@ -144,6 +145,17 @@ def test_environment_alone_gives_the_reward_and_accuracies_count_it(player, tmp_
     # With a function in `reward_funcs`, that one decides, and the environment's is added to it in training.
     other = playing(player, tmp_path, train=False, reward_funcs=[lambda completions, **_: [1.0] * len(completions)])
     assert evaluate(other, held_out).correct == 24
+
+
+class Exiting(Guessing):
+    def reset(self, **row):
+        sys.exit(0)
+
+
+def test_environment_that_exits_fails_the_run(player, tmp_path):
+    """Not with its status, 0, as if the run had finished."""
+    with pytest.raises(RuntimeError, match="A tool or an environment has exited, with status 0"):
+        playing(player, tmp_path, environment=Exiting)
 
 
 def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path):
