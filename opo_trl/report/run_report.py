@@ -35,15 +35,21 @@ _PAGES = Environment(
 
 def report(folders: Sequence[Path], output: Path | None) -> None:
     """Print the accuracies of a run and the verdicts on it, or compare several; `output` gets the same as a page."""
-    if folders[1:]:
-        table = compare(folders)
-        print(table, end="")
-    else:
-        content = describe(folders[0])
-        print(*map(printable, (str(folders[0]), *content["summary"])))
-        print(*accuracy_lines(content["accuracies"]), *(verdict.line for verdict in content["verdicts"]), sep="\n")
+    if not folders[1:]:
+        show(folders[0], describe(folders[0]), output)
+        return
+    print(table := compare(folders), end="")
     if output is not None:
-        files.write(output, table if folders[1:] else page(content))
+        files.write(output, table)
+        print(printable(str(output)))
+
+
+def show(path: Path, content: Mapping[str, Any], output: Path | None) -> None:
+    """Print the content of a report on what is at `path`; `output` gets it as a page."""
+    print(*map(printable, (str(path), *content["summary"])))
+    print(*accuracy_lines(content["accuracies"]), *(verdict.line for verdict in content["verdicts"]), sep="\n")
+    if output is not None:
+        files.write(output, page(content))
         print(printable(str(output)))
 
 
@@ -54,7 +60,8 @@ def accuracy_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def page(content: Mapping[str, Any]) -> str:
     """The content of a report as HTML. All values are escaped."""
-    return _PAGES.get_template("report.html.j2").render(content)
+    beyond = [verdict for verdict in content["verdicts"] if verdict.remedy]
+    return _PAGES.get_template("report.html.j2").render(content, spark=spark, beyond=beyond)
 
 
 def write_report(folder: Path) -> Path:
@@ -95,8 +102,6 @@ def describe(folder: Path) -> dict[str, Any]:
         "plan": files.read_text(folder / run_folder.PLAN),
         "accuracies": accuracies(summary),
         "verdicts": verdicts,
-        "spark": spark,
-        "beyond": [verdict for verdict in verdicts if verdict.remedy],
     }
 
 

@@ -15,7 +15,6 @@ from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 
 from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
-from opo_trl.report.diagnosis import COMPLETIONS, GRADIENTS
 from opo_trl.report.foreign_log import read
 from opo_trl.report.verdicts import judge
 
@@ -88,13 +87,13 @@ LOGS = {
         rows_of(*range(1, 13), reward=1.0, grad_norm=0.0, frac_reward_zero_std=1.0),
         1,
         {"Zero-variance groups": "wrong", "Gradient norm": "wrong", "Reward went": "look"},
-        ["held 100% of completions at the end", "at most 0.75 at the end. If rewards are high", "time for these was"],
+        ["held 100% of completions at the end", "at most 0.75 at the end. If rewards are high"],
     ),
     "clipped": (
         rows_of(*range(1, 25), **{"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 0.3}),
         0,
         {"Clipped ratios": "look", "Reward went": "healthy"},
-        ["Healthy: at most 0.01 on average. Use completions for fewer passes", "Off-policy: an earlier policy"],
+        ["Healthy: at most 0.01 on average. Use completions for fewer passes"],
     ),
     "clipped whole, as in GSPO": (rows_of(*range(1, 9), **CLIPS), 0, {"Clipped ratios": "healthy"}, []),
     "never scored": (
@@ -124,7 +123,7 @@ LOGS = {
         rows_of(*range(1, 9), entropy=1.0),
         0,
         {},
-        ["Without a verdict, because not in this log: clip_ratio, ", "over 84% of a step"],
+        ["Without a verdict, because not in this log: clip_ratio, "],
     ),
     "huge": ([*changed(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300), *EIGHT[4:]], 0, {"Reward went": "look"}, []),
 }
@@ -144,10 +143,9 @@ def test_committed_runs_that_learn_are_within_the_bounds(capsys, method):
     logs = sorted((ROOT / "benchmarks" / "evidence").glob(f"*/{method}/seed-*/log.jsonl.gz"))
     assert len(logs) >= 15
     for log in logs:
-        status, said, printed = words(capsys, log)
+        status, said, _ = words(capsys, log)
         assert status == 0
         assert said["Clipped ratios"] == said["Reward went"] == said["Gradient norm"] == "healthy"
-        assert "Off-policy: a rollout serves 2 optimizer steps." in printed
 
 
 def test_run_of_trl_and_its_page(truncated, tmp_path, capsys):
@@ -157,7 +155,6 @@ def test_run_of_trl_and_its_page(truncated, tmp_path, capsys):
     assert sorted(truncated[0].rglob("*")) == before
     assert (status, said["Truncated completions"]) == (1, "wrong")
     assert said["Zero-variance groups"] == said["Entropy per"] == said["Gradient norm"] == "healthy"
-    assert "On-policy: every optimizer step has a rollout of its own" in printed
     assert f"Read: {truncated[0]}/checkpoint-8/trainer_state.json." in printed
     text = unescape(re.sub("<.*?>", "", page.read_text()))
     for line in printed.splitlines()[1:-1]:
@@ -186,12 +183,6 @@ def test_exports_say_what_trl_has_kept(truncated, tmp_path):
                 assert entry[name] == pytest.approx(own[name], abs=1e-9)
             assert not [name for name in entry if "eval" in name]
         assert [v.sentence for v in judge(log, {})] == [v.sentence for v in judge(kept, {})]
-
-
-def test_estimate_is_that_of_the_page():
-    page = (ROOT / "docs" / "reuse.md").read_text(encoding="utf-8")
-    assert f"OPO's, divided by the method's | | 0.91 [0.71, 1.18] | {COMPLETIONS} [0.53, 0.83]" in page
-    assert f"OPO here computes {GRADIENTS} gradients for each completion" in page
 
 
 def test_rows_of_a_step_are_merged_and_of_a_step_that_comes_again_the_later_ones_count(tmp_path):
