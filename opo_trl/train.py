@@ -40,9 +40,8 @@ from .launch import output_dir, preflight
 from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure
 from .launch.data import Data, load_data
 from .launch.recipe import parse
-from .launch.rewards import load_rewards
+from .launch.rewards import load_rewards, load_tools
 from .launch.signals import StopOnSignal, StoppedBySignal
-from .launch.tools import check_conversations, load_tools
 from .report import run_folder
 from .report.run_report import accuracies, accuracy_lines, write_or_say_why
 from .rewards.errors import RewardError
@@ -78,7 +77,7 @@ def prepare(argv: Sequence[str]) -> Run:
     require(bool(has_data), "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
     checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
 
-    tools = load_tools(script)
+    tools, offered = load_tools(script)
     reward_funcs = load_rewards(script, args)
     path, trusted = str(model_config.model_name_or_path), {"trust_remote_code": args.trust_remote_code}
     path = EMBEDDED_MODELS.get(path, path)
@@ -93,11 +92,10 @@ def prepare(argv: Sequence[str]) -> Run:
         check_weights("rollouts_model", author, trusted | options)
 
     with args.main_process_first(desc="loading the dataset"):
-        data = load_data(script, args, tokenizer, **tools.for_template)
+        data = load_data(script, args, tokenizer, offered)
     preflight.warn_of_template_options(args, tokenizer)
-    check_conversations(tools, data.training)
     if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
-        preflight.check_columns(reward_funcs, data.training, of_trainer=tools.for_rewards)
+        preflight.check_columns(reward_funcs, data.training, environments=bool(script.environment_factory))
 
     folder = Path(args.output_dir)
     kind: Any = OPOTrainer
@@ -112,7 +110,7 @@ def prepare(argv: Sequence[str]) -> Run:
         callbacks=[LogFile(folder)],
         quantization_config=get_quantization_config(model_config),
         peft_config=get_peft_config(model_config),
-        **tools.for_trainer,
+        **tools,
     )
     if data.validation is not None:
         steps, decoding = script.validation_steps, script.validation_decoding

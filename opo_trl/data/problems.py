@@ -9,8 +9,6 @@ A dataset in a file or on the Hub needs no code: its columns are recognized by t
 """
 
 import logging
-import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +18,6 @@ from ..rewards.boxes import MARK, final_answer, find_boxes
 from . import few_shot, gym
 from .arithmetic import make_problems
 from .files import column, load_rows
-from .prompts import without_space
 
 
 logger = logging.getLogger(__name__)
@@ -117,6 +114,8 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     if asked == "problem":
         sources["problem"] = next((name for name in _PROBLEMS if name in names), None)
         sources |= {name: name for name in ("level", *gym.SCORED) if name in names}
+    else:
+        sources["prompt"] = "prompt"
     answers = "solution" if asked == "prompt" and "solution" in names else _answer_column(rows)
     if answers or asked == "problem":
         sources["solution"] = answers
@@ -136,23 +135,6 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     for ours, values in made.items():
         found = found.add_column(ours, column(values))
     return found, renamed
-
-
-def hold_out(problems: Dataset, size: float, seed: int) -> tuple[Dataset, Dataset]:
-    """
-    Split problems, rows with a column `problem` or `prompt`, into those for training and held-out ones.
-
-    `size` is the share of problems to hold out, rounded up. Returns all rows whose problem is not held out, and a row
-    of each problem that is.
-    """
-    texts = [without_space(problem) for problem in problems["problem" if "problem" in problems.features else "prompt"]]
-    first = {text: row for row, text in reversed([*enumerate(texts)])}
-    known = sorted(first, key=first.__getitem__)
-    random.Random(seed).shuffle(known)
-    held_out = sorted(first[text] for text in known[: math.ceil(size * len(known))])
-    left_out = {texts[row] for row in held_out}
-    kept = [row for row, text in enumerate(texts) if text not in left_out]
-    return problems.select(kept), problems.select(held_out)
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:

@@ -1,1 +1,1 @@
-"""From a command line to a trainer: recipe, preflight, signals, and comparisons of runs."""
+"""From a command line to a trainer: recipe, data, rewards, checks, signals, and the folder of a run."""

@@ -8,7 +8,7 @@ is, as in TRL. To add one that needs code, as the embedded task does, see `opo_t
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ from ..arguments import OPOScriptArguments
 from ..config import OPOConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.files import is_single_file
-from ..data.problems import Sources, draw_or_load, has_prompts, hold_out, select, take
+from ..data.problems import Sources, draw_or_load, has_prompts, select, take
 from ..data.prompts import Style
 from ..data.rollouts import load_rollouts
 from .preflight import check_template
@@ -41,18 +41,16 @@ class Data:
 
 
 def load_data(
-    script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, **in_template: Any
+    script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable] = ()
 ) -> Data:
     """
     Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
-    split.
-
-    `in_template` are further arguments of the chat template that lengthen a prompt, such as `tools`.
+    split. The chat template describes the `tools`.
     """
 
     def fitting(prompts: Dataset) -> Dataset:
-        check_template(prompts, tokenizer)
-        options = cast(dict, args.chat_template_kwargs or {}) | in_template
+        check_template(prompts, tokenizer, tools)
+        options = {**cast(dict, args.chat_template_kwargs or {}), "tools": tools or None}
         limit = script.max_prompt_length
         return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
 
@@ -129,14 +127,10 @@ class _Source:
         size = self.script.test_fraction
         if size is None and not (self.measured or self.report_levels(problems)):
             return problems
-        training, held_out = hold_out(problems, size or TEST_FRACTION, self.script.subset_seed)
-        if not len(training):
-            if size is None and is_training:  # one problem, to see whether it is learned
-                return problems
-            raise ValueError(f"test_fraction={size} leaves none of the {len(problems)} rows to train on. Lower it.")
-        parts = f"{len(held_out):,} of its {len(problems):,} rows are held out"
-        self.held_out = f"; {parts} (test_fraction: {size or TEST_FRACTION:g})"
-        return training if is_training else held_out
+        parts = problems.train_test_split(size or TEST_FRACTION, seed=self.script.subset_seed)
+        said = f"{len(parts['test']):,} of its {len(problems):,} rows are held out"
+        self.held_out = f"; {said} (test_fraction: {size or TEST_FRACTION:g})"
+        return parts["train" if is_training else "test"]
 
     def report_levels(self, problems: Dataset) -> list[str]:
         """The levels to report on; by default those of the training problems, if there are answers to score."""

@@ -18,16 +18,14 @@ from ..rollout.recorded import as_scored
 
 logger = logging.getLogger(__name__)
 
-# Further arguments that the trainer passes to a reward function.
-OF_TRAINER = ("trainer_state", "log_extra", "log_metric")
 
-
-def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a dataset has prompts, and that the tokenizer can render them."""
-    if "prompt" not in data.column_names:
-        said = f"prompt_style='dataset', but the dataset has no column 'prompt', only {data.column_names}"
-        raise ValueError(f"{said}. Rename its column, or set `prompt_style` to 'chat' or 'plain'.")
-    if tokenizer.chat_template is None and not isinstance(data[0]["prompt"], str):
+def check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> None:
+    """Check that the tokenizer can render the prompts of a dataset, with the tools that the model can call."""
+    is_text = isinstance(data[0]["prompt"], str)
+    if is_text and tools:  # TRL describes none in a prompt of text
+        fix = "Set `prompt_style` to 'chat', or write each prompt as messages"
+        raise ValueError(f"`tools` and `environment_factory` need conversations, but the prompts are text. {fix}.")
+    if not is_text and tokenizer.chat_template is None:
         said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
         raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
 
@@ -40,21 +38,17 @@ def warn_of_template_options(args: Any, tokenizer: PreTrainedTokenizerBase) -> N
             logger.warning(f"{key!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
 
 
-def check_columns(rewards: Sequence[Any], data: Dataset, of_trainer: Sequence[str] = OF_TRAINER) -> None:
-    """
-    Check that TRL can call the reward functions with the columns of a dataset, or of recorded rollouts.
-
-    `of_trainer` are the further arguments that the trainer passes, except to an [`IsolatedReward`].
-    """
+def check_columns(rewards: Sequence[Any], data: Dataset, *, environments: bool) -> None:
+    """Check that TRL can call the reward functions with the columns of a dataset, or of recorded rollouts."""
     if RECORDED in data.column_names:
         data = as_scored(data)
+    given = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+    given += ["environments"] * environments
     columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
-        isolated = isinstance(reward, IsolatedReward)
-        function = reward.reward if isolated else reward
+        function = reward.reward if isinstance(reward, IsolatedReward) else reward
         if not callable(function):  # a reward model
             continue
-        given = ["prompts", "completions", "completion_ids", *(() if isolated else of_trainer)]
         try:
             inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
         except (ValueError, TypeError) as error:

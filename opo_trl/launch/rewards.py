@@ -1,5 +1,10 @@
-"""The reward functions of a run. To add one, add it to [`REWARDS`]; a recipe can also name any by its dotted path."""
+"""
+The reward functions, tools and environment of a run, which a recipe names by their dotted paths.
 
+To add a reward function with a name of its own, add it to [`REWARDS`].
+"""
+
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, cast
@@ -59,3 +64,17 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
     if model and names and weights:  # the first is that of the model, as in TRL
         args.reward_weights = [*weights[1:], weights[0]]
     return [*found, *([model] if model else [])]
+
+
+def load_tools(script: OPOScriptArguments) -> tuple[dict[str, Any], list[Callable]]:
+    """Find the tools and the environment of a run: arguments of the trainer, and all that the model can call."""
+    arguments: dict[str, Any] = {}
+    offered: list[Callable] = []
+    if script.tools:
+        offered = [load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
+        arguments["tools"] = [*offered]
+    if name := script.environment_factory:
+        factory = arguments["environment_factory"] = load("environment_factory", name, "a class", "my_game.Game")
+        methods = dict(inspect.getmembers(factory(), inspect.ismethod))
+        offered += [methods[name] for name in methods if name not in ("reset", "get_reward") and name[0] != "_"]
+    return arguments, offered

@@ -11,9 +11,9 @@ from opo_trl.launch import recipe
 from opo_trl.launch.data import Data, load_data
 
 
-# Each problem twice, with different white space.
+# A fifth of the problems twice, with different white space.
 ROWS = [{"question": f"{i} +{' ' * (i % 2)}1?", "answer": str(i + 1)} for i in range(100)]
-ROWS += [{**row, "question": row["question"].replace(" ", "  ")} for row in ROWS]
+ROWS += [{**row, "question": row["question"].replace(" ", "  ")} for row in ROWS[:20]]
 
 
 def load(folder: Path, fields: dict, rows: list[dict] = ROWS, name: str = "some.jsonl") -> Data:
@@ -32,22 +32,22 @@ def texts(data: Dataset) -> set[str]:
 @pytest.mark.parametrize(
     ("fields", "held_out"),
     [
-        ({}, 20),
-        ({"validation_steps": 5}, 20),
-        ({"report_levels": [], "eval_strategy": "epoch"}, 20),
-        ({"test_fraction": 0.1, "report_levels": []}, 10),
+        ({}, 24),
+        ({"validation_steps": 5}, 24),
+        ({"report_levels": [], "eval_strategy": "epoch"}, 24),
+        ({"test_fraction": 0.1, "report_levels": []}, 12),
         ({"report_levels": []}, 0),  # nothing is measured
     ],
 )
-def test_a_part_of_one_file_is_held_out_with_its_duplicates(tmp_path, fields, held_out):
+def test_a_part_of_one_file_is_held_out_without_problems_that_are_trained_on(tmp_path, fields, held_out):
     data = load(tmp_path, fields)
-    assert len(data.training) == 200 - 2 * held_out
+    assert len(data.training) == 120 - held_out
     parts = [*data.report.values(), *filter(None, [data.validation, data.evaluation])]
     for part in parts:
-        assert len(part) == held_out
+        assert held_out / 2 < len(part) < held_out
         assert not texts(part) & texts(data.training)
     assert data.report.keys() == ({"all"} if "report_levels" not in fields else set())
-    said = f"; {held_out} of its 200 rows are held out (test_fraction: "
+    said = f"; {held_out} of its 120 rows are held out (test_fraction: "
     assert (said in data.plan) is bool(held_out)
     if parts:
         again, other = (load(tmp_path, {**fields, "subset_seed": seed}) for seed in (42, 7))
@@ -56,13 +56,14 @@ def test_a_part_of_one_file_is_held_out_with_its_duplicates(tmp_path, fields, he
 
 def test_a_folder_holds_out_only_if_asked(tmp_path, caplog):
     data = load(tmp_path, {"dataset_name": str(tmp_path / "data")}, name="data/train.jsonl")
-    assert (len(data.training), data.report) == (200, {})
+    assert (len(data.training), data.report) == (120, {})
     assert "No accuracy is measured before and after training: dataset_name=" in caplog.text
     with pytest.raises(ValueError, match=r"without a file for split='test'"):
         load(tmp_path, {"dataset_name": str(tmp_path / "data"), "validation_steps": 5}, name="data/train.jsonl")
     fields = {"dataset_name": str(tmp_path / "data"), "test_fraction": 0.2}
     data = load(tmp_path, fields, name="data/train.jsonl")
-    assert (len(data.training), len(data.report["all"])) == (160, 20)
+    assert len(data.training) == 96
+    assert data.report["all"]
 
 
 def test_levels_are_reported_one_by_one_and_nothing_without_answers(tmp_path):
@@ -76,9 +77,9 @@ def test_levels_are_reported_one_by_one_and_nothing_without_answers(tmp_path):
 
 def test_one_problem_is_trained_on(tmp_path):
     rows = [ROWS[0]] * 8
-    assert (len(load(tmp_path, {}, rows).training), load(tmp_path, {}, rows).report) == (8, {})
-    with pytest.raises(ValueError, match=r"test_fraction=0\.5 leaves none of the 8 rows to train on"):
-        load(tmp_path, {"test_fraction": 0.5}, rows)
+    assert (len(load(tmp_path, {}, rows).training), load(tmp_path, {}, rows).report) == (6, {})
+    with pytest.raises(ValueError, match=r"of the held-out set are in the training set.*None is left"):
+        load(tmp_path, {"validation_steps": 5}, rows)
 
 
 @pytest.mark.parametrize(
