@@ -317,6 +317,8 @@ class OPOTrainer(GRPOTrainer):
         training = self.model.training
         with self._clock.phase("generate"):
             generated = super()._generate(prompts)
+        if self.args.save_rollouts:
+            self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
         self._skips_pass = not (self.args.is_aligned or self._needs_pass)  # TRL's pass over the rollout comes next
         return generated

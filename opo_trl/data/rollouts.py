@@ -6,8 +6,9 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `prompt` | text, or messages that each have a `role` |
 | `completion` | text, or one message of the assistant with nothing but `content`; not needed where there are tokens |
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
-| `logprobs` | of each token, under the policy that sampled it: finite and at most 0 |
-| `completion_mask` | 1 for each token to train on, 0 for those of somebody else, such as a tool |
+| `prompt_ids` | tokens of the prompt; without them, those that the run gives it |
+| `completion_mask` | 1 for each token that the policy sampled, 0 for those of somebody else, such as a tool |
+| `logprobs` | of each sampled token, under the policy that sampled it: finite and at most 0 |
 | `temperature` | at which it was sampled, and for which `logprobs` are |
 | `reward` | a number, or null for a completion that could not be scored |
 | `group` | the same for the completions of a group; they have the same prompt |
@@ -35,7 +36,10 @@ logger = logging.getLogger(__name__)
 RECORDED = "recorded"
 
 # Columns of a row; there may be others, for the reward functions.
-KNOWN = ("prompt", "completion", "completion_ids", "logprobs", "completion_mask", "temperature", "reward")
+KNOWN = (
+    *("prompt", "completion", "completion_ids", "prompt_ids", "completion_mask", "logprobs"),
+    *("temperature", "reward"),
+)
 
 
 def load_rollouts(source: str, num_generations: int) -> Dataset:
@@ -103,32 +107,52 @@ def _rows(source: str) -> list[dict[str, Any]]:
         raise ValueError(f"rollouts={source!r} has no column {missing[0]!r}, only {names}. Add it.")
     # Without tokens, it is not known to which they belong; of other masks, what they mean.
     taken = [name for name in names if name.lower().removesuffix("s").endswith("mask") and name != "completion_mask"]
-    taken += [name for name in ("logprobs", "completion_mask") if name in names and written == "completion"]
+    of_tokens = ("prompt_ids", "logprobs", "completion_mask")
+    taken += [name for name in of_tokens if name in names and written == "completion"]
     if taken:
         fix = "Add `completion_ids`, rename it to `completion_mask` if it is one, or remove it"
         raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
     for file, rows in parts.items():
         for number, row in enumerate(rows, 1):
             for name in KNOWN:
-                if name in row and not _fits(name, row[name], row.get("completion_ids")):
+                if name in row and not _fits(name, row):
                     said = f"rollouts={file!r}, row {number}: `{name}` is {row[name]!r:.60}"
                     raise ValueError(f"{said}, which it cannot be. See docs/reuse.md.")
-    return [row for rows in parts.values() for row in rows]
+    return [_without_rest(row) for rows in parts.values() for row in rows]
 
 
-def _fits(name: str, value: Any, ids: Any) -> bool:
-    """Whether a column of a row, whose `completion_ids` may be absent, has a value that can be used."""
+def _without_rest(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the tokens after the last sampled one, and with a log-probability of 0 for others' tokens."""
+    if "completion_mask" not in row:
+        return row
+    mask = [int(own) for own in row["completion_mask"]]
+    end = len(mask) - mask[::-1].index(1) if any(mask) else len(mask)
+    cut: dict[str, Any] = {
+        name: row[name][:end] for name in ("completion_ids", "completion_mask", "logprobs") if name in row
+    }
+    if "logprobs" in cut:
+        cut["logprobs"] = [logp if own else 0.0 for logp, own in zip(cut["logprobs"], mask, strict=False)]
+    return row | cut
+
+
+def _fits(name: str, row: Mapping[str, Any]) -> bool:
+    """Whether a column of a row has a value that can be used, if those before it in `KNOWN` have."""
+    value, ids = row[name], row.get("completion_ids")
     if name == "prompt":
         return is_chat(value) or (isinstance(value, str) and value != "")
     if name == "completion":
         return ids is not None or text_of(value) is not None
     if name in ("reward", "temperature"):
         return (value is None and name == "reward") or (_is_number(value) and math.isfinite(value))
-    if not (isinstance(value, list) and all(map(_is_number, value)) and len(value) == len(ids) > 0):
+    if not (isinstance(value, list) and value):
         return False
-    if name == "completion_ids":
+    if name in ("completion_ids", "prompt_ids"):
         return all(isinstance(token, int) and token >= 0 for token in value)
-    return all(-math.inf < logp <= 1e-3 if name == "logprobs" else logp in (0, 1) for logp in value)
+    if name == "completion_mask":
+        return len(value) == len(ids) and all(own in (0, 1) for own in value)
+    sampled = row.get("completion_mask") or [1] * len(ids)
+    finite = (_is_number(logp) and -math.inf < logp <= 1e-3 for logp, own in zip(value, sampled, strict=False) if own)
+    return len(value) == len(ids) and all(finite)
 
 
 def _is_number(value: Any) -> bool:

@@ -41,13 +41,13 @@ class Recorded:
     """
 
     samples: Rows = ()  # of the current rollout
+    generated: Any = None  # the current round of generation, as TRL's `_generate` returns it
 
     def __init__(self, args: OPOConfig, given: Any, writers: Mapping[str, Any]):
         columns = {*(getattr(given, "column_names", None) or ())}
-        others = {**writers, "rollouts": args.rollouts, "images": {"image", "images"} & columns, "rollout_func": None}
+        others: dict[str, Any] = {"rollouts": args.rollouts, "images": {"image", "images"} & columns}
         if args.save_rollouts and (found := [name for name, value in others.items() if value]):
-            why = "a row has a prompt, and a completion of the model alone"
-            raise ValueError(f"save_rollouts=True cannot record {found[0]}: {why}. Remove `save_rollouts`.")
+            raise ValueError(f"save_rollouts=True cannot record {found[0]}. Remove `save_rollouts`.")
         others = {**writers, "train_dataset": given is not None and RECORDED not in columns}
         if args.rollouts is not None and (found := [name for name, value in others.items() if value]):
             said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}"
@@ -66,7 +66,7 @@ class Recorded:
 
     def recall(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`."""
-        names = {"completion_ids": "completion_ids", "logprobs": "logprobs", "completion_mask": "env_mask"}
+        names = {name: name for name in ("prompt_ids", "completion_ids", "logprobs")} | {"completion_mask": "env_mask"}
         found = {to: [row[name] for row in self.samples] for name, to in names.items() if name in self.samples[0]}
         return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **found}
 
@@ -105,20 +105,19 @@ class Recorded:
             raise ValueError(f"temperature={args.temperature:g}, but {said}. {fix}.")
         if "completion_ids" in samples[0]:
             _check_texts(trainer, samples[:100])
-        else:
-            _tokenize(trainer, samples)
         if "logprobs" in samples[0]:
             return dataset
+        _tokenize(trainer, groups)
         _add_logps(trainer, groups)
         return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
     def save(self, trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
         """Write this process's samples of a round of generation to a file, which a resumed run rewrites."""
         accelerator, done = trainer.accelerator, trainer.completions_generated
+        prompt_ids, _, masks = self.generated[:3]  # where `mask_truncated_completions` has masked nothing yet
         logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
         if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
-            ids = [torch.tensor(tokens) for tokens in completion_ids]
-            logps = _scored(trainer, trainer.model, rollout["prompt_ids"], rollout["prompt_mask"], ids)
+            logps = _scored(trainer, trainer.model, prompt_ids, completion_ids)
         rewards = rollout["rewards_per_func"]
         totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
         totals[rewards.isnan().all(dim=1)] = math.nan
@@ -126,8 +125,10 @@ class Recorded:
         lines = [
             {
                 **row,
+                "prompt_ids": prompt_ids[place],
                 "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
                 "completion_ids": ids,
+                **({} if masks is None else {"completion_mask": masks[place]}),
                 "logprobs": logps[place, : len(ids)].tolist(),
                 "temperature": trainer.temperature,
                 "reward": None if totals[place].isnan() else totals[place].item(),
@@ -176,8 +177,9 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
 
     def says(ids: Sequence[int], text: str) -> bool:
         # A server may have cut a block of thinking, half a letter or special tokens out of the text.
-        own, said = ("".join(each.replace("\ufffd", "").split()) for each in (text, trainer._tokenizer.decode(ids)))
-        return own in said
+        texts = (text, *(trainer._tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)))
+        own, *said = ("".join(each.replace("\ufffd", "").split()) for each in texts)
+        return any(own in each for each in said)
 
     known = [(row["completion_ids"], text_of(row.get("completion")) or "") for row in samples]
     if 2 * sum(says(ids, text) for ids, text in known) < len(known):
@@ -186,23 +188,27 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
         raise ValueError(f"{said}. {fix}.")
 
 
-def _tokenize(trainer: Any, samples: list[dict[str, Any]]) -> None:
-    """Add the tokens of completions that are text: complete ones, with the token that ends a turn."""
-    tokenizer, prompt = trainer._tokenizer, trainer.train_dataset[0]["prompt"]
+def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
+    """Add the tokens of prompts and, where there are none, of completions: with the token that ends a turn."""
+    tokenizer, prompts = trainer._tokenizer, trainer.train_dataset["prompt"]
     end = tokenizer.eos_token_id
-    if isinstance(prompt, list):  # a chat template may end a turn by another token
-        turns = [*prompt, {"role": "assistant", "content": "x"}]
+    if isinstance(prompts[0], list):  # a chat template may end a turn by another token
+        turns = [*prompts[0], {"role": "assistant", "content": "x"}]
         ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
         end = next((token for token in reversed(ids) if token in trainer.eos_token_ids), end)
-    for row in samples:
-        ids = tokenizer(text_of(row["completion"]), add_special_tokens=False)["input_ids"]
-        finished = end is None or (ids and ids[-1] in trainer.eos_token_ids)
-        row["completion_ids"] = ids if finished else [*ids, end]
+    for prompt, group in zip(prompts, groups, strict=True):
+        prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
+        for row in (row for row in group if "prompt_ids" not in row):
+            row["prompt_ids"] = prompt_ids
+            if "completion_ids" not in row:
+                ids = tokenizer(text_of(row["completion"]), add_special_tokens=False)["input_ids"]
+                finished = end is None or (ids and ids[-1] in trainer.eos_token_ids)
+                row["completion_ids"] = ids if finished else [*ids, end]
 
 
 def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     """Add the log-probabilities under the model that wrote the completions, computed by all processes together."""
-    args, prompts, model = trainer.args, trainer.train_dataset["prompt"], trainer.args.rollouts_model
+    args, model = trainer.args, trainer.args.rollouts_model
     if model is None:
         fix = "Set `rollouts_model` to the model that wrote the completions"
         raise ValueError(f"rollouts={args.rollouts!r} has no column `logprobs`. {fix}.")
@@ -217,26 +223,23 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
         author = author.to(trainer.accelerator.device).eval()
         add_fused_lm_head(author, trainer.temperature, args.cast_lm_head_to_fp32)
         for index in range(process, len(groups), processes):
-            prompt = torch.tensor(trainer._tokenize_prompts(prompts[index : index + 1])[0][0])
-            ids = [torch.tensor(row["completion_ids"]) for row in groups[index]]
-            prompts_of_group = prompt.expand(len(ids), -1)
-            logps = _scored(trainer, author, prompts_of_group, torch.ones_like(prompts_of_group), ids)
-            found[index] = [row[: len(tokens)].tolist() for row, tokens in zip(logps, ids, strict=True)]
+            prompts, completions = ([row[name] for row in groups[index]] for name in ("prompt_ids", "completion_ids"))
+            logps = _scored(trainer, author, prompts, completions)
+            found[index] = [row[: len(ids)].tolist() for row, ids in zip(logps, completions, strict=True)]
     for index, group in [pair for part in gather_object([found]) for pair in part.items()]:
         for row, logps in zip(groups[index], group, strict=True):
             row["logprobs"] = logps
 
 
 @torch.no_grad()
-def _scored(
-    trainer: Any, model: Any, prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completions: list[torch.Tensor]
-) -> torch.Tensor:
-    """Log-probabilities `[B, T]` of completions' tokens, at the temperature of the run; prompts are `[B, P]`."""
-    padding: Any = {"padding_value": 0, "padding_side": "right"}
-    ids, mask = pad(completions, **padding), pad([torch.ones_like(tokens) for tokens in completions], **padding)
-    device, size = trainer.accelerator.device, trainer.args.per_device_train_batch_size
-    pairs = ((prompt_ids.to(device), ids.to(device)), (prompt_mask.to(device), mask.to(device)))
-    inputs = [torch.cat(pair, dim=1) for pair in pairs]
+def _scored(trainer: Any, model: Any, prompts: list[list[int]], completions: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities `[B, T]` of completions' tokens after their prompts, at the temperature of the run."""
+    parts = []
+    for tokens, side in ((prompts, "left"), (completions, "right")):
+        ids = [torch.tensor(each) for each in tokens]
+        parts.append([pad(each, 0, side) for each in (ids, [torch.ones_like(each) for each in ids])])
+    inputs = [torch.cat(pair, dim=1).to(trainer.accelerator.device) for pair in zip(*parts, strict=True)]
+    width, size = parts[1][0].shape[1], trainer.args.per_device_train_batch_size
     call = partial(with_positions, model) if trainer._takes_positions else model
     with disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
-        return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, *inputs, ids.shape[1], size)[0]
+        return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, *inputs, width, size)[0]

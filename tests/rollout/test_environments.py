@@ -19,6 +19,7 @@ from helpers import (
     assert_step_equals,
     logged,
     make_trainer,
+    relative_error,
     snapshot,
     trained,
     without_times,
@@ -38,6 +39,14 @@ class Drawn(Guessing):
     def reset(self, **row):
         super().reset(**row)
         self.number = random.randint(1, 6)
+
+
+class Greeting(Guessing):
+    """A game that asks with words of its own, which are in the prompt."""
+
+    def reset(self, **row):
+        super().reset(**row)
+        return f" Game {random.randint(0, 9)}."
 
 
 class OwnGenerator(Guessing):
@@ -129,6 +138,32 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
         sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
         assert max(sizes) <= 120
         assert len(parts) > 2 * len(trainer.steps)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_iterations": 2, "max_staleness": 1}, {"tools": [guess], "reward_funcs": [messages], "loss_type": "grpo"}],
+    ids=" ".join,
+)
+def test_training_on_its_recorded_conversations_repeats_a_run(player, tmp_path, options):
+    """With an environment, which has words of its own in the prompt, or with tools."""
+    fields = {"max_steps": 6, "shuffle_dataset": False, "learning_rate": 0.1}
+    run = playing(player, tmp_path, save_rollouts=True, environment=Greeting, **fields, **options)
+    mine = dict.fromkeys(("rollout_func", "reward_funcs", "train_dataset"))
+    options = {name: value for name, value in options.items() if name not in ("tools", "reward_funcs")}
+    fields |= {"max_completion_length": 60, "steps_per_generation": 4, "rollouts": str(tmp_path / "rollouts")}
+    again = trained(player, tmp_path / "again", trainer_arguments=mine, **fields, **options)
+    for one, other in zip(run.rollouts, again.rollouts, strict=True):
+        for name in ("prompt_ids", "completion_ids", "tool_mask", "completion_mask"):
+            assert vars(one)[name].equal(vars(other)[name]), name
+    assert max(turns(row) for rollout in again.rollouts for row in rollout.tool_mask * rollout.completion_mask) >= 3
+    change = [
+        {name: value.double() - t.initial[name] for name, value in snapshot(t.model).items()} for t in (run, again)
+    ]
+    assert relative_error(change[1], change[0]) < 1e-3
+    for entry, same in zip(logged(run), logged(again), strict=True):
+        for name in {"completions/mean_length", "completions/clipped_ratio", "reward", "entropy"} & entry.keys():
+            assert same[name] == pytest.approx(entry[name], abs=1e-4)
 
 
 # What a run is made of

@@ -18,12 +18,16 @@ from helpers import (
     relative_error,
     snapshot,
     trained,
+    without_times,
 )
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
+from opo_trl import OPOConfig
 from opo_trl.data.arithmetic import make_problems
 from opo_trl.data.rollouts import RECORDED, load_rollouts
+from opo_trl.objectives import OBJECTIVES, objective_named
+from opo_trl.rollout.rows import completion_tokens
 from opo_trl.train import main
 
 
@@ -32,6 +36,7 @@ STEPS = {"steps_per_generation": 4, "max_steps": 6, "shuffle_dataset": False, "l
 NOT_NEEDED = ("train_dataset", "reward_funcs", "rollout_func")
 GENERATES = {"rollout_func": None, "reward_funcs": even_tokens}
 ROW = {"prompt": "1+1=", "completion": "2", "reward": 1.0}
+IMAGES = Dataset.from_dict({"prompt": PROMPTS, "image": PROMPTS})
 
 
 def change(trainer) -> dict[str, torch.Tensor]:
@@ -243,28 +248,89 @@ def test_a_folder_is_read_whole(tmp_path):
         load_rollouts(str(tmp_path), 2)
 
 
+def masked(rows: list[dict], **changes) -> list[dict]:
+    """The rows, of whose tokens others wrote every third, with these values of these columns at their places."""
+    made = []
+    for row in rows:
+        mask = [int(place % 3 > 0) for place in range(len(row["completion_ids"]))]
+        others = {
+            name: [new if own == 0 else old for old, own in zip(row[name], mask, strict=True)]
+            for name, new in changes.items()
+        }
+        made.append({**row, "completion_mask": mask, **others})
+    return made
+
+
 def test_masked_tokens_are_not_trained_on(tiny_model, tmp_path, recorded):
-    """As those of tools: neither their log-ratio nor their number counts."""
+    """As those of tools: they are in no ratio, length, mean or metric, and need no log-probability."""
     rows = rows_of(recorded)
     length = [len(row["completion_ids"]) for row in rows]
-    masks = [[int(place % 3 > 0) for place in range(n)] for n in length]
 
-    def run(name: str, changed: int | None) -> RecordingOPO:
-        """Where tokens with this value in the mask have another log-probability; `None`: without a mask."""
-        made = [
-            row
-            | {"logprobs": [logp - (kept == changed) for logp, kept in zip(row["logprobs"], mask, strict=True)]}
-            | ({} if changed is None else {"completion_mask": mask})
-            for row, mask in zip(rows, masks, strict=True)
-        ]
-        return replayed(tiny_model, tmp_path / name, written(tmp_path, made, f"{name}.jsonl"), max_steps=2)
+    def run(name: str, rows: list[dict]) -> RecordingOPO:
+        return replayed(tiny_model, tmp_path / name, written(tmp_path, rows, f"{name}.jsonl"), max_steps=2)
 
-    plain, masked, of_others, own = (run(name, i) for name, i in zip("abcd", (None, 2, 0, 1), strict=True))
-    assert relative_error(change(of_others), change(masked)) == 0
-    assert relative_error(change(own), change(masked)) > 0.01
-    assert relative_error(change(plain), change(masked)) > 0.01
-    counted = [logged(trainer)[0]["completions/mean_length"] for trainer in (plain, masked)]
-    assert counted == [sum(length[:16]) / 16, sum(map(sum, masks[:16])) / 16]
+    plain, of_model, unknown = run("a", rows), run("b", masked(rows)), run("c", masked(rows, logprobs=None))
+    assert relative_error(change(plain), change(of_model)) > 0.01
+    # What follows the last token of the model is not there either: else, the completion would seem to be truncated.
+    after = {"completion_ids": [7, 8], "completion_mask": [0, 0], "logprobs": [None, None]}
+    longer = [row | {name: row[name] + more for name, more in after.items()} for row in masked(rows)]
+    for same in (unknown, run("d", longer)):
+        assert all(value.equal(snapshot(of_model.model)[name]) for name, value in snapshot(same.model).items())
+        assert [*map(without_times, logged(same))] == [*map(without_times, logged(of_model))]
+    counted = [logged(trainer)[0]["completions/mean_length"] for trainer in (plain, of_model)]
+    own = [sum(row["completion_mask"]) for row in masked(rows)]
+    assert counted == [sum(length[:16]) / 16, sum(own[:16]) / 16]
+
+
+def test_masked_tokens_have_no_gradient_in_any_objective(tiny_model, tmp_path, recorded):
+    source = written(tmp_path, masked(rows_of(recorded)))
+    run = replayed(tiny_model, tmp_path, source, beta=0.1, entropy_coef=0.1, max_steps=1)
+    batch = run.steps[0].batches[0]
+    counts = completion_tokens(batch) & batch["opo_valid"].unsqueeze(1)
+    assert (batch["completion_mask"].bool() & ~counts).any()
+    for name in OBJECTIVES:
+        run.policy_objective = objective_named(name)(OPOConfig(str(tmp_path), bf16=False, objective=name))
+        of_tokens = [torch.full(counts.shape, -1.0, requires_grad=True) for _ in range(2)]
+        run._sample_losses(batch, *of_tokens)[0].sum().backward()
+        for values in of_tokens:  # log-probabilities and entropies
+            assert torch.equal(values.grad != 0, counts), name
+
+
+def test_a_mask_of_ones_changes_no_bit(tiny_model, tmp_path, recorded):
+    rows = [row | {"completion_mask": [1] * len(row["completion_ids"])} for row in rows_of(recorded)]
+    without, ones = (
+        replayed(tiny_model, tmp_path / name, source, num_iterations=2, max_staleness=1)
+        for name, source in (("a", recorded), ("b", written(tmp_path, rows)))
+    )
+    assert all(value.equal(snapshot(without.model)[name]) for name, value in snapshot(ones.model).items())
+    assert [*map(without_times, logged(ones))] == [*map(without_times, logged(without))]
+
+
+def test_a_completion_without_a_sampled_token_is_left_out(tiny_model, tmp_path, recorded):
+    """But its reward stays in the mean of its group."""
+    first, *rows = [row | {"completion_mask": [1] * len(row["completion_ids"])} for row in rows_of(recorded)]
+    first["completion_mask"] = [0] * len(first["completion_ids"])
+
+    def run(name: str, **of_first) -> RecordingOPO:
+        source = written(tmp_path, [first | of_first, *rows], f"{name}.jsonl")
+        return replayed(tiny_model, tmp_path / name, source, max_steps=1, objective="dr_grpo", scale_rewards="none")
+
+    one, other, higher = run("a"), run("b", completion_ids=first["completion_ids"][::-1]), run("c", reward=5.0)
+    assert (~one.rollouts[0].opo_valid).sum() == 1
+    assert relative_error(change(other), change(one)) == 0
+    for trainer, reward in ((one, first["reward"]), (higher, 5.0)):
+        group = torch.tensor([reward, *(row["reward"] for row in rows[:3])])
+        assert torch.allclose(trainer.rollouts[0].advantages[:4], group - group.mean(), atol=1e-6)
+
+
+def test_planned_micro_batches_share_the_prompts_of_masked_completions(tiny_model, tmp_path, recorded):
+    source = written(tmp_path, masked(rows_of(recorded), logprobs=None))
+    planned, plain = (
+        replayed(tiny_model, tmp_path / str(plans), source, plan_micro_batches=plans, max_steps=2)
+        for plans in (True, False)
+    )
+    assert all("opo_source" in batch for step in planned.steps for batch in step.batches)
+    assert relative_error(change(planned), change(plain)) < 1e-4
 
 
 def test_files_that_cannot_be_used(tmp_path):
@@ -284,7 +350,7 @@ def test_files_that_cannot_be_used(tmp_path):
     ("options", "said"),
     [
         ({}, "rollouts_model"),
-        ({"rollouts": None, "save_rollouts": True, "trainer_arguments": {"tools": [print]}}, "cannot record tools"),
+        ({"rollouts": None, "save_rollouts": True, "trainer_arguments": {"train_dataset": IMAGES}}, "record images"),
         ({"trainer_arguments": {"tools": [print]}}, "tools"),
         ({"trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": PROMPTS})}}, "train_dataset"),
         ({"max_sampling_rounds": 2}, "max_sampling_rounds"),
