@@ -37,7 +37,7 @@ from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .fields import require
 from .launch import output_dir, preflight
-from .launch.callbacks import LogFile, ProgressBar, ReportBefore, Validation, measure
+from .launch.callbacks import LogFile, NewRate, ProgressBar, ReportBefore, Validation, measure
 from .launch.data import Data, load_data
 from .launch.recipe import parse
 from .launch.rewards import load_rewards, load_tools
@@ -81,6 +81,8 @@ def prepare(argv: Sequence[str]) -> Run:
     reward_funcs = load_rewards(script, args)
     path, trusted = str(model_config.model_name_or_path), {"trust_remote_code": args.trust_remote_code}
     path = EMBEDDED_MODELS.get(path, path)
+    exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # the Hub has no such names
+    require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
     revision: Any = {"revision": model_config.model_revision}
     tokenizer = AutoTokenizer.from_pretrained(path, **revision, **trusted)
     given: Any = args.model_init_kwargs or {}
@@ -119,8 +121,10 @@ def prepare(argv: Sequence[str]) -> Run:
         trainer.remove_callback(default)
     if not args.disable_tqdm:
         trainer.add_callback(ProgressBar())
-    if checkpoint is not None and isinstance(trainer, OPOTrainer):
-        check_resumable(trainer, checkpoint)
+    if checkpoint is not None:
+        trainer.add_callback(NewRate(trainer))
+        if isinstance(trainer, OPOTrainer):
+            check_resumable(trainer, checkpoint)
     trainer.plan += f"\n  {'data':<10} {data.plan}"
     return Run(trainer, script, data, checkpoint, recipe, settings)
 

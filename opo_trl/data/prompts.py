@@ -32,10 +32,10 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
 
     Args:
         dataset (`Dataset`):
-            Rows with the columns `problem` and `solution`, from [`load_problems`].
+            Rows with the columns `problem`, text or messages, and `solution`, from [`load_problems`].
         style (`str`, *optional*, defaults to `"chat"`):
-            `"chat"`: a conversation with one user message, the problem and the instruction. A solution without a box
-            cannot be used, unless none has one. `"plain"`: the problem unchanged, for a model without a chat template.
+            `"chat"`: a conversation whose last message ends with the instruction. A solution without a box cannot be
+            used, unless none has one. `"plain"`: the problem unchanged, for a model without a chat template.
         instruction (`str`, *optional*):
             What the user message asks for after the problem; nothing if it is empty. `"plain"` ignores it.
 
@@ -53,8 +53,10 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
         if not scored_elsewhere and isinstance(answer, str) and (in_boxes or find_boxes(answer)):
             answer = final_answer(answer)
         has_answer = scored_elsewhere or (isinstance(answer, str) and answer.strip())
-        if isinstance(problem, str) and problem.strip() and has_answer:
-            asked = [{"role": "user", "content": "\n\n".join(filter(None, (problem, instruction)))}]
+        messages = problem if is_chat(problem) else [{"role": "user", "content": problem}]
+        text = messages[-1]["content"]
+        if isinstance(text, str) and text.strip() and has_answer:
+            asked = [*messages[:-1], {**messages[-1], "content": "\n\n".join(filter(None, (text, instruction)))}]
             rows.append({**row, "prompt": problem if style == "plain" else asked, "solution": answer})
         else:
             unusable[index] = shown(problem)

@@ -12,7 +12,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from ..checks.files import append_lines, read_lines, write_json, write_lines
 from ..evaluate import Decoding, evaluate
-from ..report.run_folder import COMPLETIONS, LOG, SUMMARY
+from ..report.run_folder import CHANGED_RATE, COMPLETIONS, LOG, SUMMARY
 from ..report.run_report import accuracies, accuracy_lines
 from ..trainer import OPOTrainer
 
@@ -65,6 +65,27 @@ class ProgressBar(ProgressCallback):
             shown = {label: logs[key] for key, label in _SHOWN.items() if logs.get(key) is not None}
             self.latest |= {label: f"{value:.3f}" for label, value in shown.items()}
             self.training_bar.set_postfix(self.latest, refresh=False)
+
+
+class NewRate(TrainerCallback):
+    """Gives a resumed run a new `learning_rate`: the checkpoint's optimizer and schedule have the old one."""
+
+    def __init__(self, trainer: OPOTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
+        rates = {*getattr(schedule, "base_lrs", ())}
+        if not state.global_step or len(rates) != 1 or args.learning_rate in rates:
+            return
+        (old,) = rates
+        schedule.base_lrs = [args.learning_rate] * len(schedule.base_lrs)
+        for group in optimizer.param_groups:
+            group["lr"] *= args.learning_rate / old
+        schedule._last_lr = [group["lr"] for group in optimizer.param_groups]  # which the next entry logs
+        said = f"learning_rate={args.learning_rate:g} from here on, in place of {old:g}"
+        self.trainer.accelerator.print(f"{said}: the run is no longer a single trajectory.", flush=True)
+        Trainer.log(self.trainer, {CHANGED_RATE: args.learning_rate})
 
 
 class ReportBefore(TrainerCallback):

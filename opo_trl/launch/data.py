@@ -74,6 +74,10 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
         raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
+    reads_boxes = "accuracy_reward" in (script.reward_funcs or ())
+    if source.style == "dataset" and reads_boxes and not any("boxed" in str(p) for p in training["prompt"][:100]):
+        fix = "`columns: {problem: prompt}` adds `instruction` to each"
+        logger.warning(f"No prompt asks for an answer in \\boxed{{}}, which `accuracy_reward` reads: {fix}.")
     plan = source.describe()
     prompts = fitting(source.prompts(training))
 

@@ -21,12 +21,13 @@ from ..rollout.checkpoint import resolve
 
 logger = logging.getLogger(__name__)
 
-# Fields that a run keeps when it resumes from a checkpoint, besides those of LoRA: all but its length, what it saves,
-# logs, validates and reports, and how it is executed. A checkpoint would hide new values of optimizer and schedule.
+# Fields that a run keeps when it resumes from a checkpoint, besides those of LoRA: all but its length, its learning
+# rate, what it saves, logs, validates and reports, and how it is executed. A checkpoint would hide new values of
+# optimizer and schedule.
 KEPT = (
     *("model_name_or_path", "model_revision", "dtype", "load_in_8bit", "load_in_4bit", "use_peft", "use_dora"),
-    *("use_rslora", "optim", "optim_args", "optim_target_modules", "learning_rate", "lr_scheduler_type", "adam_beta1"),
-    *("adam_beta2", "adam_epsilon", "weight_decay", "seed", *CONTENT),
+    *("use_rslora", "optim", "optim_args", "optim_target_modules", "lr_scheduler_type", "adam_beta1", "adam_beta2"),
+    *("adam_epsilon", "weight_decay", "seed", *CONTENT),
 )
 
 
@@ -39,7 +40,9 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
     """
     checkpoint = resolve(args.resume_from_checkpoint, args.output_dir)
     saved = read_settings(Path(checkpoint).resolve().parent) if checkpoint else {}
-    names = (*KEPT, *(name for name in settings if name.startswith("lora_")))
+    names = [*KEPT, *(name for name in settings if name.startswith("lora_"))]
+    if args.lr_scheduler_type == "reduce_lr_on_plateau":  # its rate is a result
+        names.append("learning_rate")
     differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
     lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
     if lines:

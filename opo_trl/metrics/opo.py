@@ -11,18 +11,18 @@ from ..objective import Groups, RatioForm, Targets, coordinate, grouped
 @torch.no_grad()
 def rollout_metrics(targets: Targets, groups: Groups) -> dict[str, Tensor]:
     r"""
-    Metrics of a rollout before any update: scalars `mu` and `frac_zero_drive` (samples without first-order signal); if
-    the target is made of escort weights, also `escort/ess` (mean over groups of (Σω)² / Σω², between 1 and G) and
+    Metrics of a rollout before any update: the scalar `frac_zero_drive` (samples without first-order signal); if the
+    target is made of escort weights, also `mu`, `escort/ess` (mean over groups of (Σω)² / Σω², between 1 and G) and
     `temperature`. NaN if no sample is valid. `ValueError` if N is not a multiple of G.
     """
     omega, valid = targets.omega, groups.valid
     alive = grouped(valid, groups.num_generations).any(dim=1)
-    metrics = {"mu": targets.mu, "frac_zero_drive": (targets.drive == 0)[valid].to(targets.drive.dtype).mean()}
+    metrics = {"frac_zero_drive": (targets.drive == 0)[valid].to(targets.drive.dtype).mean()}
     if omega is None or targets.temperature is None:
         return metrics
     weights = grouped(torch.where(valid, omega, 0.0), groups.num_generations)
     ess = weights.sum(dim=1).square() / weights.square().sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
-    return metrics | {"escort/ess": ess[alive].mean(), "temperature": targets.temperature}
+    return metrics | {"mu": targets.mu, "escort/ess": ess[alive].mean(), "temperature": targets.temperature}
 
 
 @torch.no_grad()

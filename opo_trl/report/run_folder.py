@@ -21,6 +21,7 @@ from ..checks import files
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 PLAN, LOG, COMPLETIONS, SUMMARY = "plan.txt", "log.jsonl", "completions.jsonl", "summary.json"
+CHANGED_RATE = "resumed/learning_rate"  # metric: the learning rate of a run from here on, if another than before
 
 
 def is_run(folder: Path) -> bool:

@@ -107,10 +107,14 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
     step = log[-1]["step"] if log else 0
-    if "after" in summary:
-        return f"Finished: {summary['optimizer_steps']:,} optimizer steps in {summary['train_seconds']:,.0f} seconds."
     wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
-    return f"Not finished: {step:,}{wanted} optimizer steps."
+    said = f"Not finished: {step:,}{wanted} optimizer steps."
+    if "after" in summary:
+        said = f"Finished: {summary['optimizer_steps']:,} optimizer steps in {summary['train_seconds']:,.0f} seconds."
+    changes = [
+        f"{row[run_folder.CHANGED_RATE]:g} after step {row['step']:,}" for row in log if run_folder.CHANGED_RATE in row
+    ]
+    return f"{said} Not one trajectory: learning_rate={', '.join(changes)}." if changes else said
 
 
 def accuracies(summary: Mapping[str, Any]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -121,6 +121,8 @@ def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:
+    if learns and diagnostic.name == "groups":  # most are solved
+        diagnostic = replace(diagnostic, high=diagnostic.wrong[1])
     metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), None)
     points = metric and finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
     if not points:

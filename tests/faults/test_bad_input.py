@@ -86,7 +86,7 @@ def without_tensor(folder: Path) -> None:
 
 def earlier_run(folder: Path) -> None:
     """A run in `run/`, with a complete checkpoint."""
-    settings = {"alpha": 0.9, "model_name_or_path": "./model", "learning_rate": 0.1}
+    settings = {"alpha": 0.9, "model_name_or_path": "./model", "optim": "sgd"}
     write(folder, "run/settings.json", json.dumps(settings))
     for name in ("model.safetensors", "rollout_state_0.pt", "trainer_state.json"):
         write(folder, f"run/checkpoint-1/{name}", "{}")
@@ -107,6 +107,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
     "fewer prompts than a rollout": (["needs 16 prompts", "has 8"], {"per_device_train_batch_size": 32}, str),
     "no effect": (["lora_r=4 has no effect without `use_peft: true`"], {"lora_r": 4}, str),
     "no model": (["model_name_or_path=None", "to a model"], {"model_name_or_path": None}, str),
+    "mistyped folder": (["model_name_or_path='./mode'", "folder that exists"], {"model_name_or_path": "./mode"}, str),
     "no streaming": (["dataset_streaming=True has no effect"], {"dataset_streaming": True}, str),
     "no template": (
         ["prompt_style='chat'", "no chat template", "Set `prompt_style` to 'plain'"],
@@ -124,7 +125,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
     ),
     "finished run": (["output_dir='run' holds another run"], {"resume_from_checkpoint": "auto"}, finished_run),
     "checkpoint of another recipe": (
-        ["resume_from_checkpoint=", "alpha=0.9 there", "alpha=0.4 here", "learning_rate=0.1 there", "Set"],
+        ["resume_from_checkpoint=", "alpha=0.9 there", "alpha=0.4 here", "optim='sgd' there", "Set"],
         {"resume_from_checkpoint": "last"},
         earlier_run,
     ),

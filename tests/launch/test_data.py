@@ -98,3 +98,16 @@ def test_one_problem_is_trained_on(tmp_path):
 )
 def test_recipe_decides_what_is_asked(tmp_path, column, fields, asked):
     assert load(tmp_path, fields, [{column: "1+1?", "solution": "2"}] * 2).training[0]["prompt"] == asked
+
+
+def test_prompts_that_do_not_ask_for_a_box_are_named_and_can_get_the_instruction(tmp_path, caplog):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    rows = [{"prompt": messages, "solution": "2"}] * 2
+    assert load(tmp_path, {}, rows).training[0]["prompt"] == messages
+    assert "`columns: {problem: prompt}` adds `instruction`" in caplog.text
+    caplog.clear()
+    system, user = load(tmp_path, {"columns": {"problem": "prompt"}}, rows).training[0]["prompt"]
+    assert system == messages[0]
+    assert user["content"].startswith("1+1?\n\n")
+    assert user["content"].endswith("\\boxed{}.")
+    assert "boxed" not in caplog.text

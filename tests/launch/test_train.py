@@ -7,8 +7,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import DEVICE_FIELDS
 from invariance.launch import launch, logs
+from safetensors.torch import load_file
 
 from opo_trl import OPOTrainer, train
 from opo_trl.checks.files import read_json, read_lines
@@ -172,14 +174,22 @@ def test_nothing_is_generated_before_the_model_is_sharded(tmp_path):
         assert summary[time]["Level 4"]["greedy"]["scored"] == 4
 
 
-def test_run_that_resumes_in_another_folder_keeps_the_accuracies_of_its_base_model(run, tmp_path):
+def test_run_resumes_in_another_folder_with_another_learning_rate(run, tmp_path):
     [checkpoint] = run.glob("checkpoint-*")  # its step depends on the previous tests
-    steps = int(checkpoint.name.rpartition("-")[2]) + 1
-    here = {**SHORT, "max_steps": steps, "resume_from_checkpoint": checkpoint, "report_levels": "Level 4"}
-    assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", alpha=0.3, **here)) == 0
-    summary = read_json(tmp_path / "run" / "summary.json")
-    assert summary["before"] == read_json(run / "summary.json")["before"]
+    done, here = int(checkpoint.name.rpartition("-")[2]), tmp_path / "run"
+    fields = {**SHORT, "max_steps": done + 1, "resume_from_checkpoint": checkpoint, "report_levels": "Level 4"}
+    assert main(arguments(ARITHMETIC, output_dir=here, alpha=0.3, learning_rate=1e-30, **fields)) == 0
+    summary = read_json(here / "summary.json")
+    assert summary["before"] == read_json(run / "summary.json")["before"]  # of the base model
     assert summary["after"].keys() == {"Level 4"}
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, here))
+    assert all(torch.equal(before[name], after[name]) for name in before)  # the first step has the new rate
+    log = read_lines(here / "log.jsonl")
+    assert {line["step"]: line["resumed/learning_rate"] for line in log if "resumed/learning_rate" in line} == {
+        done: 1e-30
+    }
+    assert all(0 < line["learning_rate"] <= 1e-30 for line in log if "learning_rate" in line)  # the schedule falls
+    assert f"Not one trajectory: learning_rate=1e-30 after step {done}." in (here / "report.html").read_text()
 
 
 def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_aside(tmp_path):
