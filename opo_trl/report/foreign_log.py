@@ -1,5 +1,5 @@
 """
-The log of a run that TRL, trackio or wandb has kept, as entries like ours.
+The log of a run of TRL, verl, prime-rl or OpenRLHF, as these, trackio or wandb have kept it, as entries like ours.
 
     runs/grpo, runs/grpo/checkpoint-200    TRL's folders, with trainer_state.json
     trainer_state.json                     its `log_history`
@@ -23,6 +23,18 @@ from .diagnostics import diagnostics
 
 STATE = "trainer_state.json"
 
+_TRUNCATED = "completions/clipped_ratio"
+
+# Metrics of verl, prime-rl and OpenRLHF, and of TRL.
+_NAMES = {
+    **dict.fromkeys(["critic/score/mean", "reward/all/mean"], "reward"),
+    **dict.fromkeys(["response_length/clip_ratio", "is_truncated/all/mean", "response_clip_ratio"], _TRUNCATED),
+    **dict.fromkeys(["actor/entropy", "entropy/all/mean", "entropy/mean", "entropy_loss"], "entropy"),
+    **dict.fromkeys(["actor/pg_clipfrac", "ppo_clip_ratio"], "clip_ratio"),
+    **dict.fromkeys(["actor/grad_norm", "optim/grad_norm"], "grad_norm"),
+    **dict.fromkeys(["actor/lr", "optim/lr", "actor_lr"], "learning_rate"),
+    "training/global_step": "global_step",
+}
 _OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
 _OF_STEP = {"learning_rate", "grad_norm"}  # by Transformers, of every optimizer step, and of none besides
 _OF_TRAINING = _OF_GRPO | _OF_STEP | {"entropy", "step_time", "validation/accuracy"}
@@ -33,8 +45,8 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The entries of training, in order, and which file of a folder they are from. A `ValueError` names the file."""
     file = path if path.is_file() else _newest_state(path)
     try:
-        rows = [_numbers(row) for row in _rows(file)]
-        log = _entries(rows)
+        rows = [numbers(row) for row in _rows(file)]
+        log = entries(rows)
         if not any(_OF_GRPO & entry.keys() for entry in log):
             found = one_line(", ".join(sorted({name for row in rows for name in row})))
             raise ValueError(f"no step has a metric of GRPOTrainer; found {found or 'nothing'}")
@@ -70,27 +82,32 @@ def _rows(file: Path) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row with NaN for all but numbers, without the prefix of training; trackio keeps metrics as JSON in one."""
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """A row under TRL's names, with NaN for all but numbers; trackio and verl keep metrics in one value."""
     if isinstance(row.get("metrics"), str):
         row = {**row, **json.loads(row["metrics"])}
+    if isinstance(row.get("data"), dict):
+        row = {**row, **row["data"]}
     found = {}
     for column, value in row.items():
         name = (column or "").removeprefix("train/")  # of cells without a column
+        name = _NAMES.get(name, name)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
         found[name] = number({name: value}, name)
+    if "effective_batch_size/all" in found:  # the share of groups with a signal
+        found["frac_reward_zero_std"] = 1 - found["effective_batch_size/all"]
     return found
 
 
-def _entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+def entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """The finite numbers of training, in an entry for each step; of a step that comes again, the later ones."""
     named = {name for row in rows for name in row}
     clock = "global_step" if "global_step" in named else "step"  # trackio and wandb may count calls in the latter
     log: dict[int, dict[str, Any]] = {}
-    for numbers in rows:
-        row = {name: value for name, value in numbers.items() if math.isfinite(value)}
+    for every in rows:
+        row = {name: value for name, value in every.items() if math.isfinite(value)}
         is_of_step = _OF_STEP & row.keys()
         is_other = "train_runtime" in row or any(name.startswith(("eval/", "eval_")) for name in row)
         if clock not in row or not _OF_TRAINING & row.keys() or (is_other and not is_of_step):

@@ -15,6 +15,7 @@ from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 
 from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
+from opo_trl.report.callback import Diagnose
 from opo_trl.report.foreign_log import read
 from opo_trl.report.verdicts import judge
 
@@ -127,6 +128,67 @@ LOGS = {
     ),
     "huge": ([*changed(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300), *EIGHT[4:]], 0, {"Reward went": "look"}, []),
 }
+
+
+def _in_train(rows: list[dict]) -> list[dict]:
+    return [{f"train/{name}": value for name, value in row.items()} for row in rows]
+
+
+def _parts(row: dict) -> list[dict]:
+    """Prime-rl's orchestrator and trainer log rows of their own."""
+    kinds = (("reward", "is_truncated"), ("entropy",), ("optim",))
+    found = [{name: row[name] for name in row if name == "step" or name.startswith(kind)} for kind in kinds]
+    return [{**found[0], "effective_batch_size/all": 0.6}, *found[1:]]
+
+
+_VERL = "training/global_step critic/score/mean response_length/clip_ratio actor/entropy actor/grad_norm actor/lr"
+# How other trainers log: step, reward, share of truncated completions, entropy, gradient norm and learning rate.
+SHAPES = {
+    # `FileLogger` in verl/utils/tracking.py, `compute_data_metrics` in verl/trainer/ppo/metric_utils.py, of verl 0.7
+    "verl": (_VERL, lambda rows: [{"step": row["training/global_step"], "data": row} for row in rows]),
+    "verl, wandb": (_VERL, lambda rows: [{"_step": 7 * row["training/global_step"], **row} for row in rows]),
+    # `MetricsBuilder` in src/prime_rl/orchestrator/metrics.py at 0b9e252
+    "prime-rl": (
+        "step reward/all/mean is_truncated/all/mean entropy/all/mean optim/grad_norm optim/lr",
+        lambda rows: [part for row in rows for part in _parts(row)],
+    ),
+    # openrlhf/trainer/ppo_utils/loggers.py at 82c060e, openrlhf/trainer/ray/ppo_actor.py at 012aae8
+    "OpenRLHF": ("global_step reward response_clip_ratio entropy_loss ppo_clip_ratio actor_lr", _in_train),
+    "TRL, wandb": ("global_step reward completions/clipped_ratio entropy grad_norm learning_rate", _in_train),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("solves", [True, False])
+def test_healthy_log_of_another_trainer_is_healthy(tmp_path, capsys, shape, solves):
+    names, shaped = SHAPES[shape]
+    names, rng, rows = names.split(), random.Random(1), []
+    for step in range(1, 61):
+        reward = 0.3 + (0.65 if solves else 0.1) * step / 60 + rng.gauss(0, 0.02)
+        small = 0.005 if "ppo_clip_ratio" in names else 0.5  # which is in the place of the gradient norm
+        values = (step, reward, rng.uniform(0, 0.1), 0.5 - 0.3 * step / 60, small * rng.uniform(0.5, 1), 1e-6)
+        rows.append(dict(zip(names, values, strict=True)))
+    status, verdicts, printed = words(capsys, written(tmp_path / "run.jsonl", shaped(rows)))
+    assert status == 0
+    assert len(verdicts) >= 4, printed
+    assert {*verdicts.values()} == {"healthy"}, printed
+    wrong = [dict(row) for row in rows]
+    for row in wrong[30:]:
+        row[names[2]] = 1.0  # cut off
+        row[names[1]] = 0.0
+    assert words(capsys, written(tmp_path / "run.jsonl", shaped(wrong)))[0] == 1
+
+
+def test_callback_prints_verdicts_while_a_trainer_of_trl_trains(tiny_model, tmp_path, capsys):
+    arguments = {"callbacks": [Diagnose(steps=4)], "rollout_func": None, "reward_funcs": even_tokens}
+    options = {"max_steps": 8, "max_completion_length": 6, "trainer_class": RecordingGRPO}
+    trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+    printed = capsys.readouterr().out
+    assert [line.split(".")[0] for line in printed.splitlines() if line.startswith("Step ")] == [
+        "Step 4",
+        "Step 8",
+    ]
+    assert "wrong    Truncated completions were 100% at the end" in printed
 
 
 @pytest.mark.parametrize("name", LOGS)

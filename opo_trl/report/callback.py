@@ -1,0 +1,35 @@
+"""Verdicts while a run trains, in any trainer of Transformers or TRL."""
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .foreign_log import entries, numbers
+from .verdicts import conclusion, judge
+
+
+class Diagnose(TrainerCallback):
+    """
+    Prints the verdicts on a GRPO run, those that are not healthy each in a line: `trainer.add_callback(Diagnose())`.
+
+    Args:
+        steps (`int`, *optional*, defaults to `50`): optimizer steps between the verdicts; the last are at the end.
+    """
+
+    def __init__(self, steps: int = 50):
+        self.steps, self.printed = steps, 0
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step - self.printed >= self.steps:
+            self._print(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if state.global_step > self.printed:
+            self._print(args, state)
+
+    def _print(self, args: Any, state: Any) -> None:
+        self.printed = state.global_step
+        if state.is_world_process_zero:
+            verdicts = judge(entries([numbers(row) for row in state.log_history]), vars(args))
+            poor = [verdict.line for verdict in verdicts if verdict.healthy is False]
+            print(f"Step {state.global_step:,}. {conclusion(verdicts)}", *poor, sep="\n", flush=True)
