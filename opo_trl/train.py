@@ -36,11 +36,11 @@ from .config import OPOConfig
 from .data.models import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .fields import require
-from .launch import output_dir, preflight
+from .launch import output_dir
 from .launch.callbacks import LogFile, NewRate, ProgressBar, ReportBefore, Validation, measure
 from .launch.data import Data, load_data
 from .launch.recipe import parse
-from .launch.rewards import load_rewards, load_tools
+from .launch.rewards import check_columns, load_rewards, load_tools
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .report import run_folder
 from .report.run_report import accuracies, accuracy_lines, write_or_say_why
@@ -95,9 +95,8 @@ def prepare(argv: Sequence[str]) -> Run:
 
     with args.main_process_first(desc="loading the dataset"):
         data = load_data(script, args, tokenizer, offered)
-    preflight.warn_of_template_options(args, tokenizer)
     if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
-        preflight.check_columns(reward_funcs, data.training, environments=bool(script.environment_factory))
+        check_columns(reward_funcs, data.training, environments=bool(script.environment_factory))
 
     folder = Path(args.output_dir)
     kind: Any = OPOTrainer

@@ -4,7 +4,7 @@
 A server generates while the trainer trains, so completions come from a policy that is some versions old. TRL owns the
 server, the rollout worker, the synchronization of weights, packing and checkpoints. This module adds:
 
-1. `OPORolloutLoop` (`worker`) scores each group in the worker's process, and gives its samples their `targets`.
+1. `OPORolloutLoop` (`worker`) scores each group in the worker's process, and gives its samples their targets.
 2. `_collate` adds to a micro-batch what the loss needs of each sample.
 3. `compute_loss` sums the objective's losses. The loss is a plain sum over samples, divided by a number of the
    optimizer step: it does not depend on how they are split into micro-batches and processes.
@@ -40,8 +40,7 @@ from ..trainer import OPOTrainer
 from ..trl import check_replaced, temporarily
 from . import attention
 from .config import AsyncOPOConfig
-from .targets import MEANS, OWN
-from .worker import OPORolloutWorker, check_logprobs
+from .worker import MEANS, OWN, OPORolloutWorker, check_logprobs
 
 
 TRAINED = "rollout_state_prompts.json"  # of a checkpoint: groups of which a completion was trained

@@ -1,5 +1,8 @@
 """
 TRL's rollout worker, with targets: its loop, which generates and scores in a process of its own, and its controller.
+
+Targets are computed where a group is scored: only there it is complete. TRL later fills micro-batches with single
+samples, so most groups are split over several, and drops samples that have become too old.
 """
 
 import asyncio
@@ -7,10 +10,12 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from multiprocessing import current_process, parent_process
 from typing import Any, cast
 
+import torch
+from torch import Tensor
 from trl.experimental.async_grpo.async_rollout_worker import (
     AsyncRolloutWorker,
     RolloutGroup,
@@ -20,14 +25,18 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from ..checks.secrets import mask_text
-from ..objective import Objective
+from ..metrics.opo import rollout_metrics
+from ..objective import Groups, Objective, Targets
 from ..rewards.checked import checked_reward
 from ..rewards.errors import RewardError
 from ..rollout.vllm_server import wait_until_it_answers
-from .targets import with_targets
 
 
 MOST_UNSCORED = 100  # groups in a row, after which the run ends
+OWN = "opo"  # entry of a sample's metrics with what the loss needs of it; the trainer takes it out
+
+# Metrics of a group whose mean over the samples of many groups is that of a rollout.
+MEANS = ("escort/ess", "temperature", "mu", "frac_zero_drive")
 
 
 class OPORolloutLoop(_AsyncRolloutLoop):
@@ -88,6 +97,51 @@ class OPORolloutLoop(_AsyncRolloutLoop):
             said = f"No completion of the last {MOST_UNSCORED} groups has a score, or a token to train"
             raise RewardError(f"{said}. Check the rewards ({', '.join(self.reward_func_names)}).")
         return kept
+
+
+@torch.no_grad()
+def group_targets(rewards: Tensor, objective: Objective) -> tuple[Targets, list[float]]:
+    """
+    Targets of the completions of a group, from their rewards, `[G]` in float64, NaN or infinite without a score; and
+    the metrics [`MEANS`], NaN where the objective has none.
+    """
+    valid = rewards.isfinite()
+    scored = rewards[valid]
+    # Not TRL's advantages, which this trainer divides by another standard deviation than `GRPOTrainer`.
+    spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
+    advantages = torch.where(valid, (rewards - scored.mean()) / (spread + 1e-4), 0.0)
+    group = Groups(advantages=advantages, rewards=rewards, valid=valid, num_generations=len(rewards))
+    targets = objective.targets(group)
+    metrics = rollout_metrics(targets, group)
+    return targets, [metrics[name].item() if name in metrics else math.nan for name in MEANS]
+
+
+def with_targets(
+    samples: Sequence[RolloutSample], conversations: Sequence[int], objective: Objective
+) -> list[RolloutSample]:
+    """
+    Give the samples of a group their targets, from their rewards, and leave out those without a score.
+
+    A sample without a score has no advantage. TRL gives it one of 0. In OPO, 0 is a real target: it asks the policy to
+    keep this completion's probability unchanged.
+
+    `samples` are the training rows of a complete group, changed in place, and `conversations` that of each: TRL makes
+    several rows of a conversation whose history is rewritten on the way. Returns the samples with a score and a
+    trained token; their `advantage` is the target.
+    """
+    rewards = {i: sample.metrics["reward"] for i, sample in zip(conversations, samples, strict=True)}
+    scores = torch.tensor([*rewards.values()], dtype=torch.float64)
+    targets, means = group_targets(scores, objective)
+    place = {conversation: i for i, conversation in enumerate(rewards)}
+    kept = []
+    for sample, conversation in zip(samples, conversations, strict=True):
+        i = place[conversation]
+        if scores[i].isfinite() and sample.completion_mask.any():
+            sample.advantage = targets.target[i].item()
+            own: dict = sample.metrics
+            own[OWN] = (sample.model_version, *means)
+            kept.append(sample)
+    return kept
 
 
 class OPORolloutWorker(AsyncRolloutWorker):

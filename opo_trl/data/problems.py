@@ -32,8 +32,6 @@ _PROBLEMS = ("problem", "question", "query", "instruction", "prompt")
 # Final answers. A column `solution` holds them too, or text with the answer in a box. The last is verl's.
 _ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
 
-Sources = dict[str, str]  # our column → the dataset's
-
 
 def load_problems(
     dataset_name: str,
@@ -99,7 +97,7 @@ def has_prompts(rows: Dataset, columns: Mapping[str, str]) -> bool:
     return "problem" not in columns and "prompt" in {*rows.column_names, *columns}
 
 
-def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset, Sources]:
+def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset, dict[str, str]]:
     """
     The columns of a dataset under our names, and which were renamed (new name → old name).
 
@@ -124,17 +122,14 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
         fix = "Rename its columns, or map them: `columns: {problem: …, solution: …}`"
         raise ValueError(f"the dataset has no column {missing}, only {names}. {fix}.")
     renamed = {ours: theirs for ours, theirs in sources.items() if ours != theirs}
-    if asked == "problem":
-        taken = {ours: _values(rows, theirs) for ours, theirs in sources.items()}
-        taken["solution"] = _solutions(rows, sources["solution"])
-        return Dataset.from_dict({ours: column(values) for ours, values in taken.items()}), renamed
     made = {ours: _values(rows, theirs) for ours, theirs in renamed.items() if theirs not in names}
-    if "solution" in renamed:
-        made["solution"] = _solutions(rows, renamed["solution"])
-    found = rows.rename_columns({theirs: ours for ours, theirs in renamed.items() if ours not in made})
+    if "solution" in renamed or asked == "problem":
+        made["solution"] = _solutions(rows, sources["solution"])
+    found = rows.remove_columns([name for name in names if name in made or name in renamed])
+    found = found.rename_columns({theirs: ours for ours, theirs in renamed.items() if ours not in made})
     for ours, values in made.items():
         found = found.add_column(ours, column(values))
-    return found, renamed
+    return (found.select_columns([*sources]) if asked == "problem" else found), renamed
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:

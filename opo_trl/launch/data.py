@@ -5,9 +5,11 @@ A recipe can name any dataset: its columns are recognized, `columns` maps others
 is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
+import inspect
 import logging
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from datasets import Dataset
@@ -17,10 +19,9 @@ from ..arguments import OPOScriptArguments
 from ..config import OPOConfig
 from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
 from ..data.files import is_single_file
-from ..data.problems import Sources, draw_or_load, has_prompts, select, take
+from ..data.problems import draw_or_load, has_prompts, select, take
 from ..data.prompts import Style
 from ..data.rollouts import load_rollouts
-from .preflight import check_template
 
 
 logger = logging.getLogger(__name__)
@@ -49,11 +50,12 @@ def load_data(
     """
 
     def fitting(prompts: Dataset) -> Dataset:
-        check_template(prompts, tokenizer, tools)
+        _check_template(prompts, tokenizer, tools)
         options = {**cast(dict, args.chat_template_kwargs or {}), "tools": tools or None}
         limit = script.max_prompt_length
         return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
 
+    _warn_of_template_options(args, tokenizer)
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
     if rollouts is None:
         return _load_problems(script, args, fitting)
@@ -67,93 +69,83 @@ def load_data(
     return Data(groups, validation, report, evaluation, plan)
 
 
+def _check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable]) -> None:
+    """Check that the tokenizer can render the prompts of a dataset, with the tools that the model can call."""
+    is_text = isinstance(data[0]["prompt"], str)
+    if is_text and tools:  # TRL describes none in a prompt of text
+        fix = "Set `prompt_style` to 'chat', or write each prompt as messages"
+        raise ValueError(f"`tools` and `environment_factory` need conversations, but the prompts are text. {fix}.")
+    if not is_text and tokenizer.chat_template is None:
+        said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
+        raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
+
+
+def _warn_of_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Name those of `chat_template_kwargs` that the chat template ignores, such as a misspelt one."""
+    template, known = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
+    for key in args.chat_template_kwargs or () if isinstance(template, str) else ():
+        if key not in known and not re.search(rf"\b{re.escape(key)}\b", template):
+            logger.warning(f"{key!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
+
+
 def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
-    evaluates = args.eval_strategy != "no" or args.eval_on_start
-    source = _Source(script, measured=bool(script.validation_steps or evaluates))
-    training = source.read(script.dataset_train_split, script.levels, script.fraction)
-    if source.style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
+    name, columns, seed = str(script.dataset_name), cast(dict, script.columns or {}), script.subset_seed
+
+    def stored(split: str, levels: Sequence[str] | None) -> Dataset:
+        return draw_or_load(name, script.dataset_config, split, levels, cast(dict | None, script.dataset_settings))
+
+    rows = stored(script.dataset_train_split, script.levels)
+    style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
+    asked = "prompt" if style == "dataset" else "problem"
+    if style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
         raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
+    problems, sources = take(rows, columns, asked)
     reads_boxes = "accuracy_reward" in (script.reward_funcs or ())
-    if source.style == "dataset" and reads_boxes and not any("boxed" in str(p) for p in training["prompt"][:100]):
+    if style == "dataset" and reads_boxes and not any("boxed" in str(p) for p in problems["prompt"][:100]):
         fix = "`columns: {problem: prompt}` adds `instruction` to each"
         logger.warning(f"No prompt asks for an answer in \\boxed{{}}, which `accuracy_reward` reads: {fix}.")
-    plan = source.describe()
-    prompts = fitting(source.prompts(training))
+    said = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()] + [f"prompt_style: {style}"]
+    has_answers = "solution" in problems.column_names
+    levels = script.report_levels
+    if levels is None:
+        levels = (script.levels or [ALL]) if has_answers and script.reward_funcs else []
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    parts, share = None, script.test_fraction
+    if share is None and is_single_file(name) and (levels or evaluates or script.validation_steps):
+        share = TEST_FRACTION
+    if share is not None:
+        parts = problems.train_test_split(share, seed=seed)
+        said.append(f"{len(parts['test']):,} of its {len(problems):,} rows are held out (test_fraction: {share:g})")
+        problems = parts["train"]
+    training = select(problems, script.levels, script.fraction, seed)
+
+    def prompts_of(problems: Dataset) -> Dataset:
+        if style == "dataset":
+            return problems
+        return to_prompts(problems, style=cast(Style, style), instruction=str(script.instruction))
 
     def held_out(levels: list[str] | None, size: int | None) -> Dataset:
-        problems = source.read(script.dataset_test_split, None if levels == [ALL] else levels)
-        problems = without_overlap(problems, training)
+        levels = None if levels == [ALL] else levels
+        test = parts["test"] if parts else take(stored(script.dataset_test_split, levels), columns, asked)[0]
+        problems = without_overlap(select(test, levels, 1.0, seed), training)
         if size is not None:
-            problems = problems.shuffle(seed=script.subset_seed).select(range(min(size, len(problems))))
-        return source.prompts(problems)
+            problems = problems.shuffle(seed=seed).select(range(min(size, len(problems))))
+        return prompts_of(problems)
 
-    of = script.validation_levels
+    prompts, of = fitting(prompts_of(training)), script.validation_levels
     validation = held_out(of, script.validation_size) if script.validation_steps else None
     evaluation = held_out(of, None) if evaluates else None
     report = {}
     try:
-        for level in source.report_levels(training):
+        for level in levels:
             report[level] = held_out([level], script.report_size)
     except (OSError, ValueError) as error:
         if script.report_levels is not None:
             raise
         logger.warning("No accuracy is measured before and after training: %s", error)
-    answers = "" if "solution" in prompts.column_names else "; no column has answers"
-    return Data(prompts, validation, report, evaluation, f"{len(prompts):,} prompts of {plan}{answers}")
-
-
-@dataclass
-class _Source:
-    """The dataset of a recipe; its first split decides on the `style` of all."""
-
-    script: OPOScriptArguments
-    measured: bool  # whether held-out problems are needed besides those of the report
-    style: str = ""
-    sources: Sources = field(default_factory=dict)  # of the last split
-    held_out: str = ""  # for the plan: which part of the training split serves as test split
-
-    def read(self, split: str, levels: Sequence[str] | None, fraction: float = 1.0) -> Dataset:
-        """Rows of a split, problems or with their own prompts."""
-        script, name = self.script, str(self.script.dataset_name)
-        splits = script.test_fraction is not None or is_single_file(name)
-        stored, drawn = script.dataset_train_split if splits else split, cast(dict | None, script.dataset_settings)
-        rows = draw_or_load(name, script.dataset_config, stored, levels, drawn)
-        columns = cast(dict, script.columns or {})
-        self.style = self.style or script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
-        problems, self.sources = take(rows, columns, "prompt" if self.style == "dataset" else "problem")
-        if splits:
-            problems = self._split(problems, split == script.dataset_train_split)
-        return select(problems, levels, fraction, script.subset_seed)
-
-    def _split(self, problems: Dataset, is_training: bool) -> Dataset:
-        """The part of all problems that is for training, or the other one."""
-        size = self.script.test_fraction
-        if size is None and not (self.measured or self.report_levels(problems)):
-            return problems
-        parts = problems.train_test_split(size or TEST_FRACTION, seed=self.script.subset_seed)
-        said = f"{len(parts['test']):,} of its {len(problems):,} rows are held out"
-        self.held_out = f"; {said} (test_fraction: {size or TEST_FRACTION:g})"
-        return parts["train" if is_training else "test"]
-
-    def report_levels(self, problems: Dataset) -> list[str]:
-        """The levels to report on; by default those of the training problems, if there are answers to score."""
-        script = self.script
-        if script.report_levels is not None:
-            return script.report_levels
-        has_answers = "solution" in problems.column_names and bool(script.reward_funcs)
-        return (script.levels or [ALL]) if has_answers else []
-
-    def prompts(self, problems: Dataset) -> Dataset:
-        """The rows with their prompts."""
-        if self.style == "dataset":
-            return problems
-        return to_prompts(problems, style=cast(Style, self.style), instruction=str(self.script.instruction))
-
-    def describe(self) -> str:
-        """For a line of the plan: where the prompts are from, and which column was used as which field."""
-        script = self.script
-        levels = f", levels {', '.join(script.levels)}" if script.levels else ""
-        taken = [f"{ours} is its column {theirs!r}" for ours, theirs in self.sources.items()]
-        taken.append(f"prompt_style: {self.style}")
-        return f"{script.dataset_name} ({script.dataset_train_split}{levels}): {'; '.join(taken)}{self.held_out}"
+    if not has_answers:
+        said.append("no column has answers")
+    chosen = f", levels {', '.join(script.levels)}" if script.levels else ""
+    plan = f"{len(prompts):,} prompts of {name} ({script.dataset_train_split}{chosen}): {'; '.join(said)}"
+    return Data(prompts, validation, report, evaluation, plan)

@@ -6,9 +6,10 @@ To add a reward function with a name of its own, add it to [`REWARDS`].
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from datasets import Dataset
 from trl import rewards
 from trl.rewards import get_soft_overlong_punishment
 
@@ -17,9 +18,11 @@ from ..config import OPOConfig
 from ..data.arithmetic import arithmetic_reward
 from ..data.few_shot import first_line_reward
 from ..data.gym import gym_reward
+from ..data.rollouts import RECORDED
 from ..fields import load, require
 from ..rewards.accuracy import accuracy_reward
 from ..rewards.scoring import IsolatedReward
+from ..rollout.recorded import as_scored
 
 
 # Name in `reward_funcs` → function.
@@ -64,6 +67,26 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
     if model and names and weights:  # the first is that of the model, as in TRL
         args.reward_weights = [*weights[1:], weights[0]]
     return [*found, *([model] if model else [])]
+
+
+def check_columns(rewards: Sequence[Any], data: Dataset, *, environments: bool) -> None:
+    """Check that TRL can call the reward functions with the columns of a dataset, or of recorded rollouts."""
+    if RECORDED in data.column_names:
+        data = as_scored(data)
+    given = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+    given += ["environments"] * environments
+    columns = sorted({*data.column_names} - {"prompt", "completion"})
+    for reward in rewards:
+        function = reward.reward if isinstance(reward, IsolatedReward) else reward
+        if not callable(function):  # a reward model
+            continue
+        try:
+            inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
+        except (ValueError, TypeError) as error:
+            named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
+            called = f"It is called by keyword, with {', '.join(given)} and the columns {columns}"
+            fix = "Map columns (`columns: {solution: …}`), or let the function take `**columns`"
+            raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error
 
 
 def load_tools(script: OPOScriptArguments) -> tuple[dict[str, Any], list[Callable]]:

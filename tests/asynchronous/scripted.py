@@ -19,7 +19,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
 from opo_trl.asynchronous.in_process import InProcessWorker
-from opo_trl.asynchronous.targets import with_targets
+from opo_trl.asynchronous.worker import with_targets
 from opo_trl.objective import OPO
 
 

@@ -9,7 +9,7 @@ import torch
 from helpers import advantages, drive_and_target
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from opo_trl.asynchronous.targets import MEANS, group_targets, with_targets
+from opo_trl.asynchronous.worker import MEANS, group_targets, with_targets
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import OPO
 
