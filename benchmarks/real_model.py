@@ -173,7 +173,8 @@ class Measured(TrainerCallback):
         if rollouts == self.run.rollouts and not self.run.tuning:
             greedy = evaluate(self.trainer, self.problems, decoding="greedy", seed=seed)
             at_end = {"sampled": self.score(sampled), "greedy": self.score(greedy)}
-            self.at_end = at_end | {"pass@2": sampled.pass_at(2)}
+            twice = [right > 0 for right, scored in sampled.by_problem if scored == 2]
+            self.at_end = at_end | {"pass@2": sum(twice) / len(twice)}
         self.seconds += time.process_time() - began
 
 

@@ -86,9 +86,7 @@ class OPOScriptArguments(ScriptArguments):
         None, "Levels to report accuracy on before and after; `[all]` together, `[]` none; default: trained ones."
     )
     report_size: Annotated[int, COUNT] = setting(500, "Number of test problems per reported level.")
-    report_samples: Annotated[int, COUNT] = setting(
-        1, "Completions to sample per reported problem; with 2 or more, pass@k is reported as well."
-    )
+    report_samples: Annotated[int, COUNT] = setting(1, "Completions to sample per reported problem.")
     overwrite: bool = setting(
         False, "Whether to move an earlier run in `output_dir` aside, to a folder with the ending `-2`, `-3` …"
     )

@@ -61,19 +61,10 @@ class Evaluation:
         self.unscorable = len(rewards) - self.scored  # the reward function returned `None`
         self.accuracy = self.correct / self.scored if self.scored else float("nan")
 
-    def pass_at(self, k: int) -> float:
-        """
-        Mean probability that at least one of `k` of a problem's completions is correct, by the unbiased estimate of
-        Chen et al. (2021, arXiv 2107.03374), over the problems with at least `k` scored completions; NaN without any.
-        """
-        chances = [1 - math.comb(n - right, k) / math.comb(n, k) for right, n in self.by_problem if n >= k]
-        return sum(chances) / len(chances) if chances else float("nan")
-
     def summary(self) -> dict[str, Any]:
         """
         Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
-        is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal,
-        and `pass_at` for 1, 2, 4 … is added.
+        is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal.
         """
         shares = [right / n for right, n in self.by_problem]
         if self.per_problem == 1 or len({*shares}) <= 1:  # without spread, the normal one would be a single point
@@ -82,9 +73,7 @@ class Evaluation:
             half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
             low, high = max(self.accuracy - half, 0.0), min(self.accuracy + half, 1.0)
         found: dict[str, Any] = {"accuracy": self.accuracy, "low": low, "high": high}
-        found |= {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
-        powers = [2**i for i in range(self.per_problem.bit_length())]
-        return found | ({"pass_at": {str(k): self.pass_at(k) for k in powers}} if self.per_problem > 1 else {})
+        return found | {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:

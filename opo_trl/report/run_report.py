@@ -118,16 +118,9 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
 
 
 def accuracies(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of level and decoding, accuracies before and after; and one for pass@k with the largest k."""
+    """Rows of level and decoding, accuracies before and after."""
     before, after = (run_folder.by_decoding(summary.get(time, {})) for time in ("before", "after"))
-    rows = []
-    for name, shown in {**after, **before}.items():
-        both = [before.get(name), after.get(name)]
-        rows.append([name, *map(_interval, both)])
-        if shown.get("pass_at"):
-            k = max(shown["pass_at"], key=int)
-            rows.append([f"{name}, pass@{k}", *(f"{each['pass_at'][k]:.1%}" if each else "–" for each in both)])
-    return rows
+    return [[name, _interval(before.get(name)), _interval(after.get(name))] for name in {**after, **before}]
 
 
 def _interval(accuracy: Mapping[str, Any] | None) -> str:
