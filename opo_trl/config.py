@@ -231,22 +231,15 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     def _check_generation(self):
         """Check options of generation that would sample from another distribution than the policy's, or do nothing."""
         options: dict[str, Any] = cast(Any, self.generation_kwargs) or {}
-        elsewhere = {"temperature": "temperature"} | dict.fromkeys(
-            ("max_new_tokens", "max_tokens"), "max_completion_length"
-        )
-        fixed: dict[str, Any] = {
-            "do_sample": True,
-            "num_beams": 1,
-            "guidance_scale": 1,
-            "num_return_sequences": 1,
-            "n": 1,
-        }
+        needed: dict[str, Any] = {"temperature": self.temperature, "do_sample": True}
+        needed |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
+        needed |= dict.fromkeys(("num_beams", "guidance_scale", "num_return_sequences", "n"), 1)
         for key, value in options.items():
             fix = None
-            if key in elsewhere and value != getattr(self, elsewhere[key]):
-                fix = f"contradicts {elsewhere[key]}={getattr(self, elsewhere[key])!r}. Set `{elsewhere[key]}` instead"
-            elif key in fixed and value not in (None, fixed[key]):
-                fix = f"would not sample from the policy. Set it to {fixed[key]!r}"
+            if key in needed and value not in (None, needed[key]):
+                fix = (
+                    f"must be {needed[key]!r}: `temperature` and `max_completion_length` say how to sample. Remove it"
+                )
             elif key == "stop" and value and self.mask_truncated_completions:
                 fix = "ends completions that TRL then takes for truncated. Remove `mask_truncated_completions`"
             elif not self.use_vllm and key not in vars(GenerationConfig()):
