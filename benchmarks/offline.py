@@ -87,7 +87,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.asynchronous.in_process import sample
 from opo_trl.data import arithmetic, few_shot, gym
-from opo_trl.data.models import EMBEDDED_MODELS
+from opo_trl.data.arithmetic import EMBEDDED_MODELS
 from opo_trl.objective import OPO
 
 from . import real_model

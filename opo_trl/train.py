@@ -29,11 +29,11 @@ from trl import get_peft_config, get_quantization_config
 
 from .arguments import OPOScriptArguments
 from .checks import files
-from .checks.errors import report_error
 from .checks.secrets import mask, mask_words
+from .checks.text import report_error
 from .checks.weights import check_weights
 from .config import OPOConfig
-from .data.models import EMBEDDED_MODELS
+from .data.arithmetic import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .fields import require
 from .launch import output_dir

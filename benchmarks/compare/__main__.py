@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.methods import BASELINE
-from opo_trl.checks.errors import report_error
 from opo_trl.checks.secrets import mask_words
-from opo_trl.checks.text import one_line
+from opo_trl.checks.text import one_line, report_error
 
 from .jobs import OWN_FIELDS, Job, check, failure, run_missing
 from .measures import Comparison

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..rewards.boxes import text_of, without_reasoning
-from ..rewards.effects import forbid
+from ..rewards.scoring import forbid
 
 
 PREFIX = "reasoning_gym/"
@@ -69,7 +69,7 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     plain completion, and none of a conversation. What makes the scorer raise an error is not an answer: 0.
 
     Some scorers evaluate answers as Python. So run it in an [`IsolatedReward`], as recipes do, whose workers are
-    restricted by [`rewards.effects`].
+    restricted by [`rewards.scoring.forbid`].
     """
     scored = zip(completions, task, entry, strict=True)
     return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]

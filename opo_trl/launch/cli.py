@@ -6,11 +6,13 @@ The `opo-trl` command.
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl recipes [RECIPE] [--output FOLDER]
 
-`opo_trl.checks.errors` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
+`opo_trl.checks.text` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
 `--debug` also shows the traceback of an error.
 """
 
 import argparse
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..checks.errors import report_error
+from ..checks.text import report_error
 
+
+SHIPPED = Path(__file__).parents[1] / "recipes"  # the recipes of the package
 
 _FIRST_RUN = """\
 a first run, minutes on a CPU:
@@ -84,12 +88,35 @@ def _run(argv: list[str]) -> int:
 
         return judge(arguments.run, arguments.output)
     elif arguments.command == "recipes":
-        from .shipped import copy_out, describe
-
-        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else [describe()]), sep="\n")
+        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()), sep="\n")
     else:
         parser.print_help()
     return 0
+
+
+def _described() -> list[str]:
+    """Each recipe of the package with the first line of its file, which says what it does."""
+    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate"]
+    said = {str(path.relative_to(SHIPPED)): path.read_text(encoding="utf-8").partition("\n")[0] for path in recipes}
+    width = max(map(len, said))
+    return [f"{name:<{width}}  {line.removeprefix('# ')}" for name, line in said.items()]
+
+
+def copy_out(name: str, output: Path) -> list[Path]:
+    """Copy a recipe, and the configuration of accelerate that it names; returns the files written."""
+    name = name.removeprefix("recipes/")
+    if not (recipe := SHIPPED / name).is_file():
+        raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
+    config = re.search(r"^accelerate_config: .*?(accelerate/\S+)", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    written = []
+    for part in [name, *(config.groups() if config else ())]:
+        target = output / part
+        if target.is_file() and target.read_bytes() != (SHIPPED / part).read_bytes():
+            raise ValueError(f"{str(target)!r} exists and differs from the package's. Move it, or set `--output`.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SHIPPED / part, target)
+        written.append(target)
+    return written
 
 
 def _train(argv: list[str]) -> int:

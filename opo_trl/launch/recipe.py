@@ -2,7 +2,9 @@
 Recipes: flat YAML files of fields, and command lines that override them.
 
 TRL's `TrlParser` parses both: the value of a recipe has the type that the same word has on a command line. It does not
-read the file, since it would take `no` for false and the last of two equal keys; `checks.strict_yaml` does.
+read the file: PyYAML would make false of `no`, 8 of `010`, and keep the last of two equal keys. Here the value of a
+field is text until its type is known, and equal keys are an error. Only within a mapping, such as `generation_kwargs`,
+do values have the types that YAML gives them.
 """
 
 import argparse
@@ -20,11 +22,12 @@ from typing import Any, NoReturn
 
 import torch
 import trl
+import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig, TrlParser
 
 from ..arguments import OPOScriptArguments
-from ..checks import secrets, strict_yaml
+from ..checks import secrets
 from ..config import OPOConfig
 from ..fields import field_problems, hints
 
@@ -114,7 +117,7 @@ def read(argv: Sequence[str]) -> Fields:
     own, words = own_options.parse_known_args(["--config", *argv] if has_path else argv)
     words += ["--debug", own.debug] if isinstance(own.debug, str) else []
 
-    recipe = {} if own.config is None else strict_yaml.read(own.config)
+    recipe = {} if own.config is None else _read_file(own.config)
     if own.trainer is not None:
         recipe["trainer"] = own.trainer
     trainer = recipe.get("trainer") or "opo"
@@ -157,6 +160,43 @@ def read(argv: Sequence[str]) -> Fields:
         raise ValueError("\n".join(problems))
     values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], own.config)
     return Fields(trainer, values, named, env, launch, unknown)
+
+
+class _Loader(yaml.SafeLoader):
+    """Rejects equal keys, and reads `1e-4` as a number, too."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        names = [str(key.value) for key, _ in node.value]
+        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+            raise yaml.YAMLError(f"duplicate key {twice[0]!r}. Remove one.")
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), [*"-+.0123456789"]
+)
+
+
+def _read_file(path: str | Path) -> dict[str, Any]:
+    """
+    Read a YAML file of fields: name → text, `None`, a list of these, or a mapping; of `env`, all values are text.
+
+    Raises:
+        `ValueError`: the file is not valid YAML, or not one mapping of fields without equal keys.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        typed, written = yaml.load(text, _Loader), yaml.load(text, yaml.BaseLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"config={str(path)!r} is not valid YAML: {error}") from error
+    if not isinstance(written, dict):
+        raise ValueError(f"config={str(path)!r} has no `field: value` lines. Write one field per line.")
+    fields = {}
+    for (name, as_text), value in zip(written.items(), typed.values(), strict=True):
+        has_types = isinstance(value[0] if isinstance(value, list) and value else value, dict | None)
+        fields[name] = value if has_types and name != "env" else as_text
+    return fields
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -24,7 +25,6 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from . import effects
 from .errors import CountingReward, RewardError, numbers, told
 
 
@@ -39,6 +39,14 @@ START_LIMIT = 120  # seconds for a worker to start, including imports from a slo
 COMPLETIONS_OF_A_WORKER = 10_000
 
 _hiding = threading.Lock()
+
+# Events of Python that an answer, if it is evaluated, may not cause in a worker.
+_FORBIDDEN = re.compile(
+    r"os\.(?!listdir|scandir|walk|fwalk|getxattr|add_dll)|subprocess\.|shutil\.|socket\.|ctypes\.|pty\.|signal\.|tempfile\."
+    r"|sqlite3\.|resource\."
+)
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+_in_worker = False  # the training process has to write
 
 
 class IsolatedReward(CountingReward):
@@ -165,10 +173,11 @@ def _limit(memory: int, reward: Callable[..., Any]) -> None:
     """Set the limits of a worker. Unpickling the argument `reward` imports its module before they count."""
     import resource  # POSIX only, like the fork server
 
+    global _in_worker
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    effects.in_worker = True
+    _in_worker = True
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for native code to return to Python
     resource.setrlimit(resource.RLIMIT_DATA, (memory * 2**20, memory * 2**20))
 
@@ -179,3 +188,19 @@ def _score(reward: Callable[..., Any], row: dict[str, list[Any]]) -> float | str
     # Nothing may end the worker. Exceptions are sent as text, because not every one can be unpickled.
     except BaseException as error:
         return told(error)
+
+
+@functools.cache
+def forbid() -> None:
+    """
+    Let this process, if it is a worker, import and read files, but neither write any, start processes nor connect:
+    answers that are evaluated as Python then change nothing. No sandbox, but it stops what a model writes by chance.
+    """
+    if _in_worker:
+        sys.addaudithook(_raise_if_forbidden)  # cannot be removed: an answer may have started threads
+
+
+def _raise_if_forbidden(event: str, arguments: tuple) -> None:
+    writes = event == "open" and bool(set(arguments[1] or "") & set("wax+") or (arguments[2] or 0) & _WRITING)
+    if writes or _FORBIDDEN.match(event):
+        raise PermissionError(f"an answer asked for {event}")

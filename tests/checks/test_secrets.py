@@ -11,8 +11,8 @@ from trl import ModelConfig
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.asynchronous.config import AsyncOPOConfig
-from opo_trl.checks.errors import report_error
 from opo_trl.checks.secrets import lost, mask, mask_words
+from opo_trl.checks.text import report_error
 
 
 SECRET = "plainword"

@@ -12,8 +12,8 @@ import opo_trl
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.config import OPOConfig
 from opo_trl.launch import cli
+from opo_trl.launch.cli import copy_out
 from opo_trl.launch.recipe import read
-from opo_trl.launch.shipped import copy_out
 
 
 ROOT = Path(__file__).resolve().parents[2]
