@@ -597,6 +597,16 @@ class OPOTrainer(GRPOTrainer):
             planned += spread(cut, n_batches)
         return planned
 
+    def _cut_again(self, steps: list[dict[str, Any]]) -> Any:
+        """Micro-batches of the optimizer steps of a checkpoint, whose samples are divided otherwise than before."""
+        self._check_padding(*_whole(steps[0]), steps[0]["completion_ids"].size(1))
+        planned = []
+        for cut in self._planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
+            for micro_batch in cut:
+                micro_batch["opo_valid"] = micro_batch["opo_valid"] & ~micro_batch["opo_filler"]
+            planned += spread(cut, len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size)
+        return planned
+
     def _idle(self, rows: Mapping[str, Any]) -> Tensor:
         """Samples, bool `[B]`, without a gradient while the policy is the behaviour policy."""
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
@@ -816,7 +826,7 @@ class OPOTrainer(GRPOTrainer):
     def _load_rng_state(self, folder: str | None):
         super()._load_rng_state(folder)
         if folder is not None:
-            checkpoint.restore(self, checkpoint.load_state(Path(folder), self.accelerator.process_index))
+            checkpoint.restore(self, Path(folder))
         if folder is not None and self.args.sync_ref_model:
             checkpoint.MovingReference(self).load(Path(folder))
 

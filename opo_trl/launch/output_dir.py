@@ -1,6 +1,7 @@
 """The folder that a run writes into: what an earlier run has left there, and files that say how to repeat this one."""
 
 import logging
+import os
 import platform
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from ..checks import files
 from ..checks.secrets import mask, mask_words
 from ..config import CONTENT, OPOConfig
 from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
-from ..rollout.checkpoint import resolve
+from ..rollout.checkpoint import LAST, fault, last_complete, load_state, resolve
+from ..rollout.elastic import CUT, fitting
 
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,22 @@ KEPT = (
     *("use_rslora", "optim", "optim_args", "optim_target_modules", "lr_scheduler_type", "adam_beta1", "adam_beta2"),
     *("adam_epsilon", "weight_decay", "seed", *CONTENT),
 )
+
+
+def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The `gradient_accumulation_steps` and `steps_per_generation` with which a recipe that resumes, perhaps on another
+    number of processes, keeps its completions per optimizer step and rollout; empty if it has changed these itself.
+    `values` are those of all fields.
+    """
+    # Each process looks for itself: how processes are connected depends on these values.
+    wanted, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
+    folder = Path(str(last_complete(output_dir) if wanted in LAST else wanted))
+    stored = {} if fault(folder) else yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE))
+    if not stored or any(stored.get(name) != recipe.get(name) for name in (*CUT[1:], "generation_batch_size")):
+        return {}
+    own = {**values, "processes": int(os.environ.get("WORLD_SIZE", 1))}
+    return {**fitting(load_state(folder, 0)["settings"], own), "generation_batch_size": None}
 
 
 def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: bool) -> str | None:

@@ -30,6 +30,7 @@ from ..arguments import OPOScriptArguments
 from ..checks import secrets
 from ..config import OPOConfig
 from ..fields import field_problems, hints
+from .output_dir import same_completions
 
 
 TRAINERS = ("opo", "async_opo")
@@ -250,6 +251,8 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
         values["hub_token"] = None
     if "use_cpu" not in given.named and not torch.accelerator.is_available():
         values["use_cpu"] = True  # Transformers would only say that this has to be set
+    if given.trainer == "opo":
+        values |= same_completions(values, given.as_stored)
     script, args, model_config = (
         kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
         for kind in _argument_classes(given.trainer)

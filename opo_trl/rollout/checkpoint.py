@@ -17,23 +17,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks.files import free
 from ..config import CONTENT, OPOConfig
+from .elastic import CUT, divide, fitting, moved
 from .frozen_base import local_part
 
 
 logger = get_logger(__name__)
 
-# Fields that cut a rollout.
-CUT = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
-
 FORMAT = 4  # of the state
+
+LAST = (True, "true", "True", "last", "auto")  # names of a run's last complete checkpoint
 
 
 # Writing and reading
@@ -50,10 +51,13 @@ def read(path: Path) -> Any:
 
 
 def load_state(folder: Path, process: int) -> dict[str, Any]:
-    """Read a process's state."""
+    """Read a process's state. A `ValueError` if another version of this package saved it."""
     path = state_file(folder, process)
-    # A run on more processes starts at the end of a rollout, where the first process's state serves them all.
-    return read(path if path.exists() else state_file(folder, 0))
+    state = read(path if path.exists() else state_file(folder, 0))  # of a run on fewer processes
+    if state.get("format") != FORMAT:
+        fix = "Resume it with that version, or set `model_name_or_path` to it to start from its weights"
+        raise ValueError(f"{str(folder)!r} was saved by another version of opo_trl. {fix}.")
+    return state | {"settings": json.loads(state["plain"])["settings"]}
 
 
 @contextmanager
@@ -134,11 +138,23 @@ def state_of(trainer: Any) -> dict[str, Any]:
     }
 
 
-def restore(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Resume from a state of [`state_of`]."""
-    args, device = trainer.args, trainer.accelerator.device
+def restore(trainer: Any, folder: Path) -> None:
+    """Resume from the states of [`state_of`] in a checkpoint."""
+    args, device, process = trainer.args, trainer.accelerator.device, trainer.accelerator.process_index
+    state = load_state(folder, process)
+    saved, own = state["settings"], settings(trainer)
+    changed = [f"{name} {saved[name]} → {own[name]}" for name in CUT if saved[name] != own[name]]
+    if changed:
+        trainer.accelerator.print(f"Resuming with {', '.join(changed)}.")
+        state = divide([load_state(folder, each) for each in range(saved["processes"])], own, process)
+    if saved["processes"] != own["processes"]:  # Transformers restores the states of some processes
+        seeds = np.random.SeedSequence((args.seed, trainer.state.global_step, process))
+        set_seed(int(seeds.generate_state(1)[0]))
     trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
     trainer._buffered_inputs = send_to_device(state["buffer"], device)
+    if changed and state["buffer"] is not None:
+        done: list[Any] = [[]] * (state["position"] % args.steps_per_generation)
+        trainer._buffered_inputs = done + trainer._cut_again(trainer._buffered_inputs)
     trainer._replay.load_state_dict(send_to_device(state["replay"], device))
     # The steps since the last log entry count in the next entry, but not in this call's mean loss.
     trainer._tr_loss = state["pending_loss"].to(args.device)
@@ -199,7 +215,7 @@ def settings(trainer: Any) -> dict[str, Any]:
     content = [name for name in CONTENT if hasattr(args, name)]
     found = {
         "processes": trainer.accelerator.num_processes,
-        **{name: getattr(args, name) for name in (*CUT, *content, "seed", "use_vllm")},
+        **{name: getattr(args, name) for name in (*CUT[1:], "num_iterations", *content, "seed", "use_vllm")},
         "trainer": trainer._name,
         "reward_funcs": trainer.reward_func_names,
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
@@ -211,29 +227,32 @@ def settings(trainer: Any) -> dict[str, Any]:
 def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     """
     Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
-    only if it would make and cut them in the same way. Returns this process's state.
+    only if it would make them in the same way, and train on them in the same optimizer steps. Returns this process's
+    state, with the position in micro-steps of this run.
 
     Raises:
-        `ValueError`: another version saved the checkpoint, or a field differs, which is named.
+        `ValueError`: another version saved the checkpoint, a field differs, which is named, or its shards are those of
+            another number of processes.
     """
-    args = trainer.args
     state = load_state(Path(folder), trainer.accelerator.process_index)
-    if state.get("format") != FORMAT:
-        fix = "Resume it with that version, or set `model_name_or_path` to it to start from its weights"
-        raise ValueError(f"{folder!r} was saved by another version of opo_trl. {fix}.")
-    saved, own = json.loads(state["plain"])["settings"], settings(trainer)
+    saved, own = state["settings"], settings(trainer)
+    has_shards = trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and trainer.args.sync_ref_model)
+    if has_shards and saved["processes"] != own["processes"]:
+        what = "DeepSpeed's state" if trainer.is_deepspeed_enabled else "the moving reference of `sync_ref_model`"
+        said = f"{folder!r} holds {what} in {saved['processes']} shards, but this run has {own['processes']} processes"
+        raise ValueError(f"{said}. Set `num_processes` to {saved['processes']}.")
     if state["position"] > 0:
         how, instead = "in the middle of a rollout", "resume from a checkpoint at the end of a rollout"
-    elif args.max_staleness and state["replay"]:
-        how, instead = "with earlier rollouts, made", "set `max_staleness` to 0"
+    elif trainer.args.max_staleness and state["replay"]:
+        how, instead = "with earlier rollouts", "set `max_staleness` to 0"
     else:
         return state
-    for name in own:
-        if saved.get(name) != own[name]:
-            there, here = (f"{name}={each.get(name)!r:.200}" for each in (saved, own))
-            said = f"{folder!r} was saved {how} with {there}, but this run has {here}"
-            raise ValueError(f"{said}. Set {there}, or {instead}.")
-    return state
+    wanted = {**saved, **{name: own[name] for name in CUT[:2]}, **fitting(saved, own)}
+    if differing := [name for name in own if wanted.get(name) != own[name]]:
+        there, here = (", ".join(f"{name}={each.get(name)!r:.200}" for name in differing) for each in (wanted, own))
+        said = f"{folder!r} was saved {how}, and goes on with {there}, but this run has {here}"
+        raise ValueError(f"{said}. Set {there}, or {instead}.")
+    return {**state, "position": moved(state["position"], saved, own)}
 
 
 class MovingReference:
@@ -286,7 +305,7 @@ def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     """
     if wanted in (None, False, "false", "False"):
         return None
-    is_named = wanted not in (True, "true", "True", "last", "auto")
+    is_named = wanted not in LAST
     folders = [Path(str(wanted))] if is_named else _latest_first(Path(output_dir))
     # As the main process sees them: on a network file system, another one may not see the same files yet.
     found = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]

@@ -57,8 +57,8 @@ class Planner:
         out, and the last micro-batch says of them as `opo_skipped` whether they count.
         """
         if not self.plans:
-            n_batches = self.args.steps_per_generation // len(steps)
-            return (micro_batches(rows, n_batches) for rows in steps)
+            size = self.args.per_device_train_batch_size
+            return (micro_batches(rows, len(rows["completion_ids"]) // size) for rows in steps)
         read = self._read_samples(steps, skippable)
         return (self._cut(rows, read[:, number]) for number, rows in enumerate(steps))
 

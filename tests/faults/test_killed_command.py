@@ -15,7 +15,9 @@ from helpers import DEVICE_FIELDS, wait_until, without_times
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
+from opo_trl.launch.recipe import parse
 from opo_trl.rollout.checkpoint import fault
+from opo_trl.rollout.elastic import CUT
 from opo_trl.train import main
 
 
@@ -40,9 +42,13 @@ OPTIONS = {
 }
 
 
-def train(folder: Path, *further: str) -> None:
+def arguments(folder: Path, *further: str) -> list[str]:
     options = [word for name, value in {**OPTIONS, **DEVICE_FIELDS}.items() for word in (f"--{name}", str(value))]
-    status = main(["--config", str(RECIPE), "--output_dir", str(folder), *options, *further])
+    return ["--config", str(RECIPE), "--output_dir", str(folder), *options, *further]
+
+
+def train(folder: Path, *further: str) -> None:
+    status = main(arguments(folder, *further))
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     print("threads:", *threads)
     sys.exit(status)
@@ -109,6 +115,22 @@ def test_signal_to_one_process_stops_all(tmp_path: Path):
     assert fault(saved) is None
     log = (tmp_path / "process_0.log").read_text()
     assert f"Ended by SIGTERM after optimizer step {saved.name.removeprefix('checkpoint-')}." in log
+
+
+def test_recipe_goes_on_with_another_number_of_processes(tmp_path: Path):
+    """Inside a rollout, whose nine completions for each process are no multiple of a group's six."""
+    folder, last = tmp_path / "run", ("--resume_from_checkpoint", "last")
+    cut = ("--per_device_train_batch_size", "3", "--steps_per_generation", "3")
+    further = (*cut, "--save_steps", "1", "--validation_size", "1", "--report_size", "1", "--max_steps")
+    where = {"folder": tmp_path, "limit": SECONDS}
+    assert launch(train, folder, *further, "2", config="multi_gpu", processes=2, **where) == [0, 0], logs(tmp_path)
+    for steps in ("4", "5"):  # the second time from a checkpoint of one process, whose recipe is still that of two
+        assert launch(train, folder, *further, steps, *last, **where) == [0], logs(tmp_path)
+        settings = json.loads((folder / "settings.json").read_text())
+        assert [settings[name] for name in CUT[1:]] == [3, 2, 6]
+    assert [entry["step"] for entry in lines(folder) if "grad_norm" in entry] == [1, 2, 3, 4, 5]
+    _, changed, *_ = parse(arguments(folder, *further, "6", *last, "--steps_per_generation", "4"))  # on purpose
+    assert [getattr(changed, name) for name in CUT[1:]] == [3, 1, 4]
 
 
 def stopped(place: Path, number: signal.Signals, step: int, *further: str, **where) -> list[int]:

@@ -86,6 +86,9 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
     completions = {"reward_funcs": script.reward_functions(), "rollout_func": script.rollout}
     if form.sampled:
         completions = {"reward_funcs": even_tokens}
+    data = Dataset.from_dict({"prompt": PROMPTS})
+    if "rollouts" in form.options:  # recorded ones
+        completions, data = {}, None
     options = {
         **SMALL,
         "output_dir": str(folder),
@@ -112,7 +115,6 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
     if args.deepspeed_plugin:
         args.deepspeed_plugin.hf_ds_config.config["zero_optimization"].update(_OF_TINY_MODELS)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM") if form.lora else None
-    data = Dataset.from_dict({"prompt": PROMPTS})
     return trainer_class(model=model, args=args, train_dataset=data, peft_config=lora, **completions)
 
 

@@ -20,6 +20,7 @@ from helpers import (
     even_tokens,
     logged,
     make_trainer,
+    relative_error,
     snapshot,
     trained,
     without_times,
@@ -148,7 +149,7 @@ def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: P
 
 REUSE = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 OTHER = {
-    "per_device_train_batch_size": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+    "gradient_accumulation_steps": {"gradient_accumulation_steps": 4},
     "reward_funcs": {"trainer_arguments": {"reward_funcs": even_tokens}},
 }
 
@@ -156,10 +157,48 @@ OTHER = {
 @pytest.mark.parametrize("name", OTHER)
 def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: str, name: str):
     trainer = make_trainer(tiny_model, copy, **{**REUSE, "save_strategy": "no", "max_steps": 4, **OTHER[name]})
-    with pytest.raises(ValueError, match=rf"in the middle of a rollout with {name}=(.*), but .*{name}=.* Set {name}="):
+    with pytest.raises(
+        ValueError, match=rf"in the middle of a rollout, and goes on with {name}=(.*), but .*{name}=.* Set {name}="
+    ):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
+
+
+def test_micro_batches_may_change_inside_a_rollout(copy: Path, tiny_model: str):
+    """But neither the completions of an optimizer step nor those of a rollout."""
+
+    def run(**cut) -> Recording:
+        trainer = make_trainer(tiny_model, copy, **{**REUSE, "save_strategy": "no", **cut})
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+        return trainer
+
+    same, smaller = run(), run(per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    assert relative_error(snapshot(smaller.model), snapshot(same.model)) < 1e-6
+    with pytest.raises(ValueError, match=r"goes on with gradient_accumulation_steps=4, steps_per_generation=4, but"):
+        run(per_device_train_batch_size=2)
+    said = r"=3 on 1 processes does not divide the checkpoint's 8 completions .* 8 per rollout. .*product divides 8"
+    with pytest.raises(ValueError, match=said):
+        run(per_device_train_batch_size=3, gradient_accumulation_steps=4)
+
+
+def test_random_state_of_other_processes_depends_on_the_seed(copy: Path, tiny_model: str):
+    """Not on what a process has drawn before: Transformers leaves its state as it is."""
+    folder = copy / "checkpoint-2"  # at the end of a rollout, as if of two processes
+    state = torch.load(folder / "rollout_state_0.pt", weights_only=True)
+    plain = json.loads(state["plain"])
+    plain["settings"]["processes"] = 2
+    for process in range(2):
+        torch.save(state | {"plain": json.dumps(plain)}, folder / f"rollout_state_{process}.pt")
+    (folder / "rng_state.pth").unlink()
+
+    def drawn(seed: int, before: int) -> list[float]:
+        trainer = make_trainer(tiny_model, copy, **REUSE, seed=seed)
+        torch.rand(before)
+        trainer._load_rng_state(str(folder))
+        return [*torch.rand(2).tolist(), *np.random.rand(2)]
+
+    assert drawn(1, before=0) == drawn(1, before=1) != drawn(2, before=0)
 
 
 def test_a_checkpoint_of_another_version_is_rejected(copy: Path, tiny_model: str):
