@@ -26,7 +26,7 @@ AGES = {
     "lag64": "64 versions old, once",
     "replay": "replay, four passes",
 }
-METHODS = {"OPO": PAPER, "truncated REINFORCE": TR, "GSPO": GSPO, "GRPO": "GRPO"}  # of the README's table
+METHODS = {"OPO": PAPER, "truncated REINFORCE": TR, "TOPR": "TOPR", "GSPO": GSPO, "GRPO": "GRPO"}  # of the README's
 ADMISSIBLE = 1.0  # points that a simpler form may lose in any regime
 
 _INTRODUCTION = """\
