@@ -43,7 +43,7 @@ from .launch.recipe import parse
 from .launch.rewards import check_columns, load_rewards, load_tools
 from .launch.signals import StopOnSignal, StoppedBySignal
 from .report import run_folder
-from .report.run_report import accuracies, accuracy_lines, write_or_say_why
+from .report.run_report import accuracies, accuracy_lines, write_report
 from .rewards.errors import RewardError
 from .rollout import recorded
 from .rollout.checkpoint import check_resumable
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error("opo-trl train", error, debug=debug, status=1)
     finally:  # the report matters most when a run ends with an error
         if trainer.accelerator.is_main_process:
-            write_or_say_why(Path(trainer.args.output_dir))
+            write_report(Path(trainer.args.output_dir))
     # `Trainer.end` has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
     # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.

@@ -5,10 +5,8 @@ Exit status 2: nothing was started and no file was touched. The message names th
 Exit status 1: work under way failed. The checkpoints of a training are intact, and it can resume from them.
 """
 
-import os
 import re
 import sys
-import time
 import traceback
 
 from .secrets import mask_text
@@ -32,10 +30,6 @@ def one_line(text: str, longest: int = 200) -> str:
 
 def report_error(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
     """Print why a program ends, after the traceback if `debug`; returns the exit status."""
-    if status == 2 and os.environ.get("RANK", "0") != "0":
-        # A rejected command fails alike in every process, and the launcher ends this one when the first has ended. But
-        # what one machine or GPU lacks, this process alone can tell.
-        time.sleep(10)
     if debug:
         print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
     said = " ".join([str(error), *getattr(error, "__notes__", ())])

@@ -64,19 +64,16 @@ def page(content: Mapping[str, Any]) -> str:
     return _PAGES.get_template("report.html.j2").render(content, spark=spark, beyond=beyond)
 
 
-def write_report(folder: Path) -> Path:
-    """Write the `report.html` of a run, finished or not, into its folder, and print its path and verdict."""
-    content = describe(folder)
-    files.write(folder / REPORT, page(content))
-    wrong = [verdict.line for verdict in content["verdicts"] if verdict.wrong]
-    print(f"Report: {folder / REPORT}. {printable(content['summary'][-1])}", *wrong, sep="\n", flush=True)
-    return folder / REPORT
-
-
-def write_or_say_why(folder: Path) -> None:
-    """Write the report of a run: whatever is wrong with it does not hide how the run ended."""
+def write_report(folder: Path) -> None:
+    """
+    Write the `report.html` of a run, finished or not, into its folder, and print its path and verdict; or why not:
+    whatever is wrong with a report does not hide how the run ended.
+    """
     try:
-        write_report(folder)
+        content = describe(folder)
+        files.write(folder / REPORT, page(content))
+        wrong = [verdict.line for verdict in content["verdicts"] if verdict.wrong]
+        print(f"Report: {folder / REPORT}. {printable(content['summary'][-1])}", *wrong, sep="\n", flush=True)
     except Exception as error:
         said = f"{type(error).__name__}: {one_line(str(error))}"
         again = f"`opo-trl report {shlex.quote(str(folder))}` prints it."

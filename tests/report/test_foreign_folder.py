@@ -13,7 +13,7 @@ from test_report import CELL, SETTINGS, scripted, text_of, write_run
 from opo_trl.checks.files import append_lines, read_json, write_json
 from opo_trl.launch.cli import main
 from opo_trl.report import run_report
-from opo_trl.report.run_report import write_or_say_why
+from opo_trl.report.run_report import write_report
 
 
 SUMMARY = {"before": {"L": {"greedy": CELL}}, "after": {"L": {"greedy": CELL}}, "optimizer_steps": 40}
@@ -104,7 +104,7 @@ def test_report_that_fails_is_told_in_a_line(run, capsys, monkeypatch):
         raise RuntimeError("a\nb")
 
     monkeypatch.setattr(run_report, "page", fail)
-    write_or_say_why(run)
+    write_report(run)
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == f"The report could not be written: RuntimeError: a b. `opo-trl report {run}` prints it.\n"

@@ -222,7 +222,8 @@ def test_terminal_says_what_the_page_says(broken_run, tmp_path, capsys):
 
 def test_interrupted_run_has_a_report(tmp_path):
     run = write_run(tmp_path / "run", scripted(validated=None), summary={"before": {"Level 3": {"greedy": CELL}}})
-    page = text_of(write_report(run).read_text())
+    write_report(run)
+    page = text_of((run / "report.html").read_text())
     assert "Not finished: 40 of 40 optimizer steps." in page
     assert "No diagnostic is beyond its bound." in page
     assert [row[1:] for row in describe(run)["accuracies"]] == [["50.0% [40.0%, 60.0%]", "–"]]
