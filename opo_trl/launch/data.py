@@ -5,9 +5,7 @@ A recipe can name any dataset: its columns are recognized, `columns` maps others
 is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
-import inspect
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -52,7 +50,6 @@ def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrained
         options, limit = cast(dict, args.chat_template_kwargs), script.max_prompt_length
         return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
 
-    _warn_of_template_options(args, tokenizer)
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
     if rollouts is None:
         return _load_problems(script, args, fitting)
@@ -75,14 +72,6 @@ def _check_template(script: OPOScriptArguments, data: Dataset, tokenizer: PreTra
     if not is_text and tokenizer.chat_template is None:
         said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
         raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
-
-
-def _warn_of_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name those of `chat_template_kwargs` that the chat template ignores, such as a misspelt one."""
-    template, known = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
-    for key in args.chat_template_kwargs or () if isinstance(template, str) else ():
-        if key not in known and not re.search(rf"\b{re.escape(key)}\b", template):
-            logger.warning(f"{key!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
 
 
 def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
