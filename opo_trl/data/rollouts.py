@@ -4,7 +4,8 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | column | |
 |---|---|
 | `prompt` | text, or messages that each have a `role` |
-| `completion` | text, or one message of the assistant with nothing but `content`; not needed where there are tokens |
+| `completion` | text, or messages, of which the assistant's are the policy's; not needed where there are tokens |
+| `tools` | that the policy could call, as chat templates take them |
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
 | `prompt_ids` | tokens of the prompt; without them, those that the run gives it |
 | `completion_mask` | 1 for each token that the policy sampled, 0 for those of somebody else, such as a tool |
@@ -14,7 +15,7 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `group` | the same for the completions of a group; they have the same prompt |
 
 A dataset has each of these in every row or not at all. Further columns, such as `solution`, are passed to the reward
-functions.
+functions. [`data.agent_logs`] reads the logs of other programs.
 """
 
 import json
@@ -27,6 +28,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from .agent_logs import READERS
 from .prompts import is_chat
 
 
@@ -37,7 +39,7 @@ RECORDED = "recorded"
 
 # Columns of a row; there may be others, for the reward functions.
 KNOWN = (
-    *("prompt", "completion", "completion_ids", "prompt_ids", "completion_mask", "logprobs"),
+    *("prompt", "completion", "tools", "completion_ids", "prompt_ids", "completion_mask", "logprobs"),
     *("temperature", "reward"),
 )
 
@@ -53,6 +55,8 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
     """
+    from .files import column  # not to import a trainer
+
     rows = _rows(source)
     names = [*rows[0]]
     if "reward" in names and all(row["reward"] is None for row in rows):
@@ -73,17 +77,13 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     further = [name for name in names if name not in ("group", *KNOWN)]
     shared = [name for name in further if all(row[name] == group[0][name] for group in groups for row in group)]
     of_completion = [name for name in names if name not in ("prompt", "group", *shared)]
-    return Dataset.from_list(
-        [
-            {name: group[0][name] for name in ("prompt", *shared)}
-            | {RECORDED: [{name: row[name] for name in of_completion} for row in group]}
-            for group in groups
-        ]
-    )
+    recorded = [[{name: row[name] for name in of_completion} for row in group] for group in groups]
+    columns = {name: [group[0][name] for group in groups] for name in ("prompt", *shared)} | {RECORDED: recorded}
+    return Dataset.from_dict({name: column(values) for name, values in columns.items()})
 
 
 def text_of(completion: Any) -> str | None:
-    """The text of a completion: itself, or that of the assistant's message; `None` for anything else."""
+    """The text of a completion: itself, or that of the assistant's only message; `None` for anything else."""
     if isinstance(completion, list) and len(completion) == 1:
         completion = completion[0]
     if isinstance(completion, Mapping):
@@ -94,11 +94,15 @@ def text_of(completion: Any) -> str | None:
 
 
 def _rows(source: str) -> list[dict[str, Any]]:
-    from .files import files_of, load_rows  # not to import a trainer
+    from .files import files_of, load_rows
 
     try:
         files = [*map(str, files_of(Path(os.path.expanduser(source))))] or [source]
         parts = {file: [*load_rows(file)] for file in files}
+        names = [*next((row for rows in parts.values() for row in rows), {})]
+        reader = next((reader for needed, reader in READERS if {*needed} <= {*names}), None)
+        if reader and "completion_ids" not in names:
+            parts = {source: reader([row for rows in parts.values() for row in rows], source)}
     except ValueError as error:
         raise ValueError(str(error).replace("dataset_name=", "rollouts=")) from error
     names = [*next(iter(row for rows in parts.values() for row in rows), {})]
@@ -127,11 +131,9 @@ def _without_rest(row: dict[str, Any]) -> dict[str, Any]:
         return row
     mask = [int(own) for own in row["completion_mask"]]
     end = len(mask) - mask[::-1].index(1) if any(mask) else len(mask)
-    cut: dict[str, Any] = {
-        name: row[name][:end] for name in ("completion_ids", "completion_mask", "logprobs") if name in row
-    }
-    if "logprobs" in cut:
-        cut["logprobs"] = [logp if own else 0.0 for logp, own in zip(cut["logprobs"], mask, strict=False)]
+    cut: dict[str, Any] = {"completion_ids": row["completion_ids"][:end], "completion_mask": mask[:end]}
+    if "logprobs" in row:
+        cut["logprobs"] = [logp if own else 0.0 for logp, own in zip(row["logprobs"], mask[:end], strict=False)]
     return row | cut
 
 
@@ -141,9 +143,12 @@ def _fits(name: str, row: Mapping[str, Any]) -> bool:
     if name == "prompt":
         return is_chat(value) or (isinstance(value, str) and value != "")
     if name == "completion":
-        return ids is not None or text_of(value) is not None
+        speaks = is_chat(value) and any(turn["role"] == "assistant" for turn in value) and is_chat(row["prompt"])
+        return ids is not None or text_of(value) is not None or speaks
+    if name == "tools":
+        return value is None or isinstance(value, list)
     if name in ("reward", "temperature"):
-        return (value is None and name == "reward") or (_is_number(value) and math.isfinite(value))
+        return value is None or (_is_number(value) and math.isfinite(value))
     if not (isinstance(value, list) and value):
         return False
     if name in ("completion_ids", "prompt_ids"):

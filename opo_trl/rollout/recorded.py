@@ -24,6 +24,7 @@ from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
+from .conversations import marking_template, tokenized
 from .padding import with_positions
 
 
@@ -98,7 +99,8 @@ class Recorded:
         args, dataset = trainer.args, trainer.train_dataset
         groups: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
         samples = [row for group in groups for row in group]
-        sampled = sorted({f"{row.get('temperature', args.temperature):g}" for row in samples})  # in float32, perhaps
+        known = [args.temperature if row.get("temperature") is None else row["temperature"] for row in samples]
+        sampled = sorted({f"{temperature:g}" for temperature in known})  # in float32, perhaps
         if sampled != [f"{args.temperature:g}"]:
             said = f"rollouts={args.rollouts!r} were sampled at a temperature of {' and '.join(sampled)}"
             fix = "Keep those of one temperature, and set `temperature` to it"
@@ -189,21 +191,34 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
 
 
 def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
-    """Add the tokens of prompts and, where there are none, of completions: with the token that ends a turn."""
-    tokenizer, prompts = trainer._tokenizer, trainer.train_dataset["prompt"]
+    """Add the tokens of prompts and, where there are none, of completions: a text gets the token that ends a turn."""
+    args, tokenizer, prompts = trainer.args, trainer._tokenizer, trainer.train_dataset["prompt"]
     end = tokenizer.eos_token_id
     if isinstance(prompts[0], list):  # a chat template may end a turn by another token
         turns = [*prompts[0], {"role": "assistant", "content": "x"}]
         ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
         end = next((token for token in reversed(ids) if token in trainer.eos_token_ids), end)
+    template, unique = None, []
     for prompt, group in zip(prompts, groups, strict=True):
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
-        for row in (row for row in group if "prompt_ids" not in row):
-            row["prompt_ids"] = prompt_ids
-            if "completion_ids" not in row:
-                ids = tokenizer(text_of(row["completion"]), add_special_tokens=False)["input_ids"]
-                finished = end is None or (ids and ids[-1] in trainer.eos_token_ids)
-                row["completion_ids"] = ids if finished else [*ids, end]
+        for row in group:
+            row.setdefault("prompt_ids", prompt_ids)
+            completion, tools = row.pop("completion", None), row.pop("tools", None)
+            if "completion_ids" in row:
+                continue
+            if (text := text_of(completion)) is None or tools:
+                template = template or marking_template(tokenizer)
+                row |= tokenized(trainer, template, prompt, completion, tools or ())
+            else:
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids = ids if end is None or (ids and ids[-1] in trainer.eos_token_ids) else [*ids, end]
+                row |= {"completion_ids": ids, "completion_mask": [1] * len(ids)}
+            both = [*row["prompt_ids"], *row["completion_ids"]]
+            unique.append(tokenizer(tokenizer.decode(both), add_special_tokens=False)["input_ids"] == both)
+    if unique:
+        share = 1 - sum(unique) / len(unique)
+        said = f"rollouts={args.rollouts!r} has no tokens: its text is tokenized again, perhaps otherwise than sampled"
+        logger.warning(f"{said}. For {share:.1%} of completions, that depends on whether the prompt is before them.")
 
 
 def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
