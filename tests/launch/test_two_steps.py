@@ -10,6 +10,7 @@ import pytest
 from helpers import DEVICE_FIELDS
 from transformers import AutoTokenizer
 
+from opo_trl.data.arithmetic import make_problems
 from opo_trl.launch.recipe import read
 from opo_trl.train import main
 
@@ -32,6 +33,14 @@ def train(path: Path, output: Path, **fields) -> list[dict]:
     else:
         fields |= {"use_vllm": "false", "steps_per_generation": max(steps, 1)}
     fields["num_generations"] = 6
+    if "rollouts" in recipe:
+        fields["rollouts"] = output / "rows.jsonl"
+        rows = [
+            {"prompt": row["problem"], "completion": text, "reward": float(text == row["solution"])}
+            for row in [*make_problems("train", ["Level 1"])][:8]
+            for text in [row["solution"], "1", "2"] * 2
+        ]
+        fields["rollouts"].write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     assert main(["--config", str(path), *argv]) == 0
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
