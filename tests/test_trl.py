@@ -286,7 +286,7 @@ WITHOUT = """
 import sys
 
 sys.modules["trl"] = sys.modules["transformers"] = None
-import opo_trl, opo_trl.objective, opo_trl.report.several
+import opo_trl, opo_trl.objective, opo_trl.report.run_report
 from opo_trl.launch.cli import main
 
 assert main(["recipes"]) == main(["report", "{run}"]) == 0

@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from opo_trl.checks.files import read_text, write
-from opo_trl.report.several import in_markdown
+from opo_trl.report.run_report import in_markdown
 
 from ..intervals import Interval
 from .curves import CURVES, draw

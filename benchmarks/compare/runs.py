@@ -20,7 +20,7 @@ from opo_trl.report.run_folder import (
     read_settings,
     read_summary,
 )
-from opo_trl.report.several import INCIDENTAL
+from opo_trl.report.run_report import INCIDENTAL
 
 
 Settings = Mapping[str, Any]

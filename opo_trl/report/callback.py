@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .foreign_log import entries, numbers
+from .diagnosis import entries, numbers
 from .verdicts import conclusion, judge
 
 

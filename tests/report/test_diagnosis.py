@@ -16,7 +16,7 @@ from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
 from opo_trl.report.callback import Diagnose
-from opo_trl.report.foreign_log import read
+from opo_trl.report.diagnosis import read
 from opo_trl.report.verdicts import judge
 
 
