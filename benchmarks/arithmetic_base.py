@@ -27,12 +27,12 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from opo_trl.data.arithmetic import base_model_path
-from opo_trl.data.arithmetic.task import (
+from opo_trl.data.arithmetic import (
     LARGEST,
     LEVELS,
     SMALLEST,
     arithmetic_reward,
+    base_model_path,
     calculate,
     draw_problem,
     make_problems,

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from opo_trl.data.arithmetic.task import Calculator, calculate
+from opo_trl.data.arithmetic import Calculator, calculate
 
 
 SLIP_RATE = 0.7

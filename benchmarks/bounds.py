@@ -89,7 +89,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data import few_shot
-from opo_trl.data.arithmetic.task import draw_split
+from opo_trl.data.arithmetic import draw_split
 from opo_trl.objective import OPO, Objective
 from opo_trl.objectives import TOPR
 

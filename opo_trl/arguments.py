@@ -72,7 +72,7 @@ class OPOScriptArguments(ScriptArguments):
         None, "What follows the problem in a chat prompt; by default, in which form the reward reads answers."
     )
     max_prompt_length: Annotated[int | None, COUNT] = setting(
-        None, "Maximum length of a prompt in tokens; longer prompts are dropped and counted."
+        None, "Maximum tokens of a prompt, without descriptions of tools; longer ones are dropped and counted."
     )
     validation_levels: list[str] | None = setting(
         None, "Levels of the test problems to solve every `validation_steps`, and for `eval_strategy`."

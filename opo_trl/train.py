@@ -77,7 +77,7 @@ def prepare(argv: Sequence[str]) -> Run:
     require(bool(has_data), "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
     checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
 
-    tools, offered = load_tools(script)
+    tools = load_tools(script)
     reward_funcs = load_rewards(script, args)
     path, trusted = str(model_config.model_name_or_path), {"trust_remote_code": args.trust_remote_code}
     path = EMBEDDED_MODELS.get(path, path)
@@ -94,9 +94,9 @@ def prepare(argv: Sequence[str]) -> Run:
         check_weights("rollouts_model", author, trusted | options)
 
     with args.main_process_first(desc="loading the dataset"):
-        data = load_data(script, args, tokenizer, offered)
+        data = load_data(script, args, tokenizer)
     if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
-        check_columns(reward_funcs, data.training, environments=bool(script.environment_factory))
+        check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
     folder = Path(args.output_dir)
     kind: Any = OPOTrainer

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..rewards.boxes import Completion, text_of
-from .arithmetic.task import draw_split
+from .arithmetic import draw_split
 
 
 SPLIT_SIZES = {"train": 400, "validation": 150, "test": 150}
@@ -57,7 +57,7 @@ def make_problems(
     split: str, levels: Iterable[str] | None = None, sizes: Mapping[str, int] = SPLIT_SIZES
 ) -> list[dict[str, str]]:
     """
-    Make the problems of a split, the same on every call and machine, as [`arithmetic.task.make_problems`].
+    Make the problems of a split, the same on every call and machine, as [`arithmetic.make_problems`].
 
     Per level there are 400 in `"train"`, 150 in `"validation"`, to tune on, and 150 in `"test"`, or other `sizes`. No
     two have the same numbers, in whatever order, and none has those of a worked line.

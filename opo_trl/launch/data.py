@@ -5,9 +5,7 @@ A recipe can name any dataset: its columns are recognized, `columns` maps others
 is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
 """
 
-import inspect
 import logging
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -41,21 +39,17 @@ class Data:
     plan: str  # which column was used as which field, as a line of the run's plan
 
 
-def load_data(
-    script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable] = ()
-) -> Data:
+def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """
     Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
-    split. The chat template describes the `tools`.
+    split.
     """
 
     def fitting(prompts: Dataset) -> Dataset:
-        _check_template(prompts, tokenizer, tools)
-        options = {**cast(dict, args.chat_template_kwargs or {}), "tools": tools or None}
-        limit = script.max_prompt_length
+        _check_template(script, prompts, tokenizer)
+        options, limit = cast(dict, args.chat_template_kwargs), script.max_prompt_length
         return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
 
-    _warn_of_template_options(args, tokenizer)
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
     if rollouts is None:
         return _load_problems(script, args, fitting)
@@ -69,23 +63,15 @@ def load_data(
     return Data(groups, validation, report, evaluation, plan)
 
 
-def _check_template(data: Dataset, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable]) -> None:
+def _check_template(script: OPOScriptArguments, data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that the tokenizer can render the prompts of a dataset, with the tools that the model can call."""
     is_text = isinstance(data[0]["prompt"], str)
-    if is_text and tools:  # TRL describes none in a prompt of text
+    if is_text and (script.tools or script.environment_factory):  # TRL describes none in a prompt of text
         fix = "Set `prompt_style` to 'chat', or write each prompt as messages"
         raise ValueError(f"`tools` and `environment_factory` need conversations, but the prompts are text. {fix}.")
     if not is_text and tokenizer.chat_template is None:
         said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
         raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
-
-
-def _warn_of_template_options(args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Name those of `chat_template_kwargs` that the chat template ignores, such as a misspelt one."""
-    template, known = tokenizer.chat_template, inspect.signature(tokenizer.apply_chat_template).parameters
-    for key in args.chat_template_kwargs or () if isinstance(template, str) else ():
-        if key not in known and not re.search(rf"\b{re.escape(key)}\b", template):
-            logger.warning(f"{key!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
 
 
 def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:

@@ -13,7 +13,6 @@ import difflib
 import functools
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -72,9 +71,8 @@ class _Parser(TrlParser):
 def _argument_classes(trainer: str) -> tuple[type, type, type]:
     if trainer == "opo":
         return OPOScriptArguments, OPOConfig, ModelConfig
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "You are importing from 'trl.experimental'")  # our pages say so
-        from .async_recipe import AsyncRecipeConfig
+    from .async_recipe import AsyncRecipeConfig
+
     return OPOScriptArguments, AsyncRecipeConfig, ModelConfig
 
 

@@ -89,15 +89,11 @@ def check_columns(rewards: Sequence[Any], data: Dataset, *, environments: bool) 
             raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error
 
 
-def load_tools(script: OPOScriptArguments) -> tuple[dict[str, Any], list[Callable]]:
-    """Find the tools and the environment of a run: arguments of the trainer, and all that the model can call."""
-    arguments: dict[str, Any] = {}
-    offered: list[Callable] = []
+def load_tools(script: OPOScriptArguments) -> dict[str, Any]:
+    """Find the tools and the environment of a run: arguments of the trainer."""
+    found: dict[str, Any] = {}
     if script.tools:
-        offered = [load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
-        arguments["tools"] = [*offered]
+        found["tools"] = [load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
     if name := script.environment_factory:
-        factory = arguments["environment_factory"] = load("environment_factory", name, "a class", "my_game.Game")
-        methods = dict(inspect.getmembers(factory(), inspect.ismethod))
-        offered += [methods[name] for name in methods if name not in ("reset", "get_reward") and name[0] != "_"]
-    return arguments, offered
+        found["environment_factory"] = load("environment_factory", name, "a class", "my_game.Game")
+    return found

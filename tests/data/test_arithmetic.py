@@ -14,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.arithmetic_base import measure
-from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
-from opo_trl.data.arithmetic.task import LEVELS
+from opo_trl.data.arithmetic import LEVELS, arithmetic_reward, base_model_path, make_problems
 
 
 CHAIN = "85-16=69"  # worked solution of 47+38-16=

@@ -1,18 +1,123 @@
 """
-An embedded task on which reinforcement learning shows an effect within minutes on a CPU: chained arithmetic with
-levels (`task.py`), and a small base model that writes the chains but mostly forgets to carry (`base/`).
+An embedded task on which reinforcement learning shows an effect within minutes on a CPU: chained integer arithmetic
+with levels, and a small base model that writes the chains but mostly forgets to carry (`base/`).
+
+A problem is a prompt such as `47+38-16=`. Its worked solution is the chain of what remains after each operation,
+`85-16=69`, one character per token; the number after the last `=` is the answer. "Level 2" means two operations. Every
+operand and running result lies between 10 and 99, so that all problems of a level have the same length and no number
+needs a sign.
 """
 
+import random
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from .task import arithmetic_reward, make_problems
+from ...rewards.boxes import Completion, text_of
 
-
-__all__ = ["EMBEDDED_MODELS", "arithmetic_reward", "base_model_path", "make_problems"]
 
 # Name in `model_name_or_path` → folder with weights, tokenizer and measured accuracy (`ACCURACY.json`), each made by a
 # script `benchmarks/NAME_base.py`.
 EMBEDDED_MODELS = {name: str(Path(__file__).parents[1] / name / "base") for name in ("arithmetic", "spelling")}
+
+LEVELS = ("Level 1", "Level 2", "Level 3", "Level 4", "Level 5")
+SPLIT_SIZES = {"train": 2048, "test": 1000}
+SEED = 20
+SMALLEST, LARGEST = 10, 99
+
+Calculator = Callable[[int, str, int], int]
+T = TypeVar("T")
+
+
+def calculate(left: int, operator: str, right: int) -> int:
+    """Compute one operation, `"+"` or `"-"`."""
+    return left + right if operator == "+" else left - right
+
+
+def draw_problem(level: str, rng: random.Random) -> str:
+    """Draw a problem such as `"47+38-16="`; the k-th of `LEVELS` has k operations."""
+    if level not in LEVELS:
+        raise ValueError(f"levels: {level!r} does not exist. Choose from {LEVELS}.")
+    value = rng.randint(SMALLEST, LARGEST)
+    problem = str(value)
+    for _ in range(LEVELS.index(level) + 1):
+        # An operator is possible if some operand keeps the result in range.
+        room = {"+": LARGEST - value, "-": value - SMALLEST}
+        operator = rng.choice([sign for sign in room if room[sign] >= SMALLEST])
+        operand = rng.randint(SMALLEST, room[operator])
+        problem += f"{operator}{operand}"
+        value = calculate(value, operator, operand)
+    return problem + "="
+
+
+def work_out(problem: str, calculator: Calculator = calculate) -> str:
+    """
+    Write the chain of what remains after each operation, such as `"85-16=69"` for `"47+38-16="`.
+
+    If the calculator slips, the chain continues from the slipped result.
+    """
+    value, *rest = re.findall(r"\d+|[+-]", problem)
+    steps = []
+    while rest:
+        value = str(calculator(int(value), rest[0], int(rest[1])))
+        rest = rest[2:]
+        steps.append(value + "".join(rest))
+    return "=".join(steps)
+
+
+def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None = None) -> list[dict[str, str]]:
+    """
+    Make the problems of a split, the same on every call and machine, as rows such as
+    `{'problem': '14+28-19=', 'level': 'Level 2', 'solution': '42-19=23'}`.
+
+    Per level, in the order of `levels`, there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and
+    no problem is in both.
+    """
+    return [
+        {"problem": problem, "level": level, "solution": work_out(problem)}
+        for level in (LEVELS if levels is None else levels)
+        for problem in draw_split(split, level, partial(draw_problem, level), str, sizes=SPLIT_SIZES, seed=SEED)
+    ]
+
+
+def draw_split(
+    split: str,
+    level: str,
+    draw: Callable[[random.Random], T],
+    text: Callable[[T], str],
+    *,
+    sizes: Mapping[str, int],
+    seed: int,
+    besides: Collection[str] = (),
+) -> list[T]:
+    """
+    Draw the problems of a split, with distinct texts, and none of those in `besides`. All splits come from one stream,
+    so they are disjoint.
+    """
+    if split not in sizes:
+        raise ValueError(f"split={split!r} does not exist. Use one of {list(sizes)}.")
+    rng = random.Random(f"{seed}, {level}")
+    distinct: dict[str, T] = {}
+    while len(distinct) < sum(sizes.values()):
+        problem = draw(rng)
+        if text(problem) not in besides:
+            distinct.setdefault(text(problem), problem)
+    problems = iter(distinct.values())  # training problems are drawn last, whatever their number
+    return {name: list(islice(problems, sizes[name])) for name in reversed([*sizes])}[split]
+
+
+def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **kwargs: Any) -> list[float]:
+    """
+    Reward 1.0 for a completion whose final answer is right, and 0.0 for any other.
+
+    The answer is everything after the last `=` of the completion, or all of it, and must equal the last number of the
+    solution exactly: `69 `, `+69`, `069` and `69=70` are wrong. The chain before it is not checked.
+    """
+    pairs = zip(map(text_of, completions), solution, strict=True)
+    return [float(text.rpartition("=")[2] == worked.rpartition("=")[2]) for text, worked in pairs]
 
 
 def base_model_path() -> str:
