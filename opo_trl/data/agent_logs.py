@@ -1,4 +1,4 @@
-"""Logs of agents and of other trainers, as recorded rollouts ([`data.rollouts`]). Their columns say who wrote them."""
+"""Logs of agents and of other trainers, as recorded rollouts ([`data.rollouts`]). `READERS` tells them by columns."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -39,6 +39,7 @@ def _of_verifiers(rows: Rows, source: str) -> Rows:
             start, logps = mask.index(True), chain.from_iterable(node["logprobs"] for node in nodes)
             row |= {"prompt_ids": ids[:start], "completion_ids": ids[start:], "completion_mask": mask[start:]}
             row["logprobs"] = [next(logps, None) if own else None for own in mask[start:]]
+            row["completion"] = nodes[-1]["message"].get("content") or ""  # says whether the tokenizer is the model's
         else:
             row["completion"] = [_turn(node["message"], source) for node in nodes[first:]]
             row["tools"] = [_function(tool, "name", "description", "parameters") for tool in trace["tools"]]
@@ -75,8 +76,7 @@ def _of_prime_rl(rows: Rows, source: str) -> Rows:
 
 
 def _of_verl(rows: Rows, source: str) -> Rows:
-    """Files in `rollout_data_dir`."""
-    said = "verl writes text without special tokens: prompts lack those of the chat template"
+    said = "verl's `rollout_data_dir` has text without special tokens: prompts lack those of the chat template"
     logger.warning(f"rollouts={source!r}: {said}, and what tools have written counts as sampled.")
     named = {"prompt": "input", "completion": "output", "reward": "score", "group": "step"}
     return [{ours: row.get(theirs) for ours, theirs in named.items()} for row in rows]
@@ -106,7 +106,6 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
     return rows
 
 
-# By columns of a file, what turns its rows into those of recorded rollouts; it also gets the name of the source.
 READERS: tuple[tuple[Collection[str], Callable[[Rows, str], Rows]], ...] = (
     (("task", "traces"), _of_verifiers),
     (("token_ids", "loss_mask", "inference_logprobs"), _of_prime_rl),

@@ -37,11 +37,10 @@ def tokenized(
         mask.append(int(written and not ended))
         ended = bool(written) and (ended or token in trainer.eos_token_ids)
     starts = [place for place, (before, own) in enumerate(zip([0, *mask], mask, strict=False)) if own > before]
-    asked, said = (sum(turn["role"] == "assistant" for turn in part) for part in (prompt, completion))
-    if len(starts) != asked + said:
-        where = f"rollouts={trainer.args.rollouts!r} has conversations, but the model's chat template"
-        fix = "Mark it, or record `completion_ids` and `completion_mask`"
-        raise ValueError(f"{where} does not mark each of the assistant's turns by {{% generation %}}. {fix}.")
+    asked, spoken = (sum(turn["role"] == "assistant" for turn in part) for part in (prompt, completion))
+    if len(starts) != asked + spoken:
+        said = "the chat template does not mark each turn of the assistant by {% generation %}. Mark it"
+        raise ValueError(f"rollouts={trainer.args.rollouts!r}: {said}, or record `completion_ids` with a mask.")
     own = slice(starts[asked], len(mask) - mask[::-1].index(1))
     return {"prompt_ids": ids[: own.start], "completion_ids": ids[own], "completion_mask": mask[own]}
 

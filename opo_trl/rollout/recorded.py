@@ -192,13 +192,13 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
 
 def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     """Add the tokens of prompts and, where there are none, of completions: a text gets the token that ends a turn."""
-    args, tokenizer, prompts = trainer.args, trainer._tokenizer, trainer.train_dataset["prompt"]
+    tokenizer, prompts = trainer._tokenizer, trainer.train_dataset["prompt"]
     end = tokenizer.eos_token_id
     if isinstance(prompts[0], list):  # a chat template may end a turn by another token
         turns = [*prompts[0], {"role": "assistant", "content": "x"}]
         ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
         end = next((token for token in reversed(ids) if token in trainer.eos_token_ids), end)
-    template, unique = None, []
+    template, unique, source = None, [], f"rollouts={trainer.args.rollouts!r}"
     for prompt, group in zip(prompts, groups, strict=True):
         prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
         for row in group:
@@ -207,6 +207,8 @@ def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             if "completion_ids" in row:
                 continue
             if (text := text_of(completion)) is None or tools:
+                if not tools and any(turn.get("tool_calls") for turn in completion):
+                    logger.warning_once(f"{source}: no column `tools` describes those that are called.")
                 template = template or marking_template(tokenizer)
                 row |= tokenized(trainer, template, prompt, completion, tools or ())
             else:
@@ -217,7 +219,7 @@ def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
             unique.append(tokenizer(tokenizer.decode(both), add_special_tokens=False)["input_ids"] == both)
     if unique:
         share = 1 - sum(unique) / len(unique)
-        said = f"rollouts={args.rollouts!r} has no tokens: its text is tokenized again, perhaps otherwise than sampled"
+        said = f"{source} has no tokens: its text is tokenized again, perhaps otherwise than sampled"
         logger.warning(f"{said}. For {share:.1%} of completions, that depends on whether the prompt is before them.")
 
 

@@ -79,6 +79,7 @@ def test_verifiers_with_tokens(tmp_path, caplog):
     assert (row["prompt_ids"], row["completion_ids"]) == ([10, 11, 12], [20, 21, 30, 31, 40])
     assert (row["completion_mask"], row["logprobs"]) == ([1, 1, 0, 0, 1], [-0.5, -0.5, 0, 0, -0.5])
     assert row["temperature"] == pytest.approx(0.7)
+    assert row["completion"] == "done"  # for the check that tokens are of the model's tokenizer
     # Log-probabilities that are not there are not taken for 0.
     lacking = [*NODES[:3], {**NODES[3], "logprobs": []}]
     with pytest.raises(ValueError, match=r"row 2: `logprobs` is \[-0\.5, -0\.5, None"):

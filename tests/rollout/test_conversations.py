@@ -71,6 +71,7 @@ def test_training_on_the_messages_of_a_run_repeats_it(marked, tmp_path, played, 
     assert relative_error(change(again), change(run)) < 1e-3
     assert logged(again)[0]["completions/mean_length"] == logged(run)[0]["completions/mean_length"]
     assert "For 0.0% of completions, that depends on" in caplog.text
+    assert "no column `tools`" not in caplog.text
 
 
 def test_text_whose_tokens_depend_on_its_prompt_is_counted(player, tmp_path, caplog):
@@ -95,11 +96,10 @@ def test_tools_are_in_the_prompt_of_an_answer_without_calls(marked, tmp_path):
         assert words == ["Game "] * (name == "tools") + ["Game ", "1", ".", "right", "<eos>"]
 
 
-def test_a_template_that_does_not_mark_the_assistant_is_rejected(player, tmp_path, played):
-    with pytest.raises(
-        ValueError, match=r"rollouts=.*does not mark each of the assistant's turns by \{% generation %\}"
-    ):
-        replayed(player, tmp_path / "run", played[1])
+def test_a_template_that_does_not_mark_the_assistant_is_rejected(player, tmp_path, played, caplog):
+    with pytest.raises(ValueError, match=r"rollouts=.*does not mark each turn of the assistant by \{% generation %\}"):
+        replayed(player, tmp_path / "run", [row | {"tools": []} for row in played[1]])
+    assert "no column `tools` describes those that are called" in caplog.text
 
 
 def test_what_a_template_marks(shared_data):
