@@ -5,7 +5,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .diagnosis import entries, numbers
-from .verdicts import conclusion, judge
+from .diagnostics import conclusion, judge
 
 
 class Diagnose(TrainerCallback):

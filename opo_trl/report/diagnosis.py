@@ -23,10 +23,9 @@ import numpy as np
 from ..checks.files import read_json, read_lines, read_text
 from ..checks.text import one_line
 from ..metrics.log import finite, number
-from .diagnostics import diagnostics
+from .diagnostics import conclusion, diagnostics, judge
 from .run_folder import is_run
 from .run_report import describe, show
-from .verdicts import conclusion, judge
 
 
 STATE = "trainer_state.json"

@@ -20,7 +20,7 @@ from scipy import stats
 from ..checks import files
 from ..checks.text import one_line, printable
 from . import run_folder
-from .verdicts import conclusion, judge, spark
+from .diagnostics import conclusion, judge, spark
 
 
 REPORT = "report.html"

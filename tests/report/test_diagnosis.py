@@ -17,7 +17,7 @@ from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
 from opo_trl.report.callback import Diagnose
 from opo_trl.report.diagnosis import read
-from opo_trl.report.verdicts import judge
+from opo_trl.report.diagnostics import judge
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,9 +11,8 @@ from transformers import TrainerControl, TrainerState
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.callbacks import LogFile, ProgressBar
 from opo_trl.launch.cli import main
-from opo_trl.report.diagnostics import diagnostics
+from opo_trl.report.diagnostics import conclusion, diagnostics, judge, trend
 from opo_trl.report.run_report import describe, write_report
-from opo_trl.report.verdicts import conclusion, judge, trend
 
 
 SETTINGS = {"trainer": "opo", "num_generations": 6, "model_name_or_path": "arithmetic", "seed": 42, "max_steps": 40}
