@@ -112,7 +112,7 @@ def group_targets(rewards: Tensor, objective: Objective) -> tuple[Targets, list[
     advantages = torch.where(valid, (rewards - scored.mean()) / (spread + 1e-4), 0.0)
     group = Groups(advantages=advantages, rewards=rewards, valid=valid, num_generations=len(rewards))
     targets = objective.targets(group)
-    metrics = rollout_metrics(targets, group)
+    metrics = {"mu": targets.mu, **rollout_metrics(targets, group)}  # the loss needs μ of any objective
     return targets, [metrics[name].item() if name in metrics else math.nan for name in MEANS]
 
 

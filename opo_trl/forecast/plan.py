@@ -130,28 +130,24 @@ def _sharding(trainer: Any) -> str:
 
 
 def _row_tokens(trainer: Any) -> tuple[int, int]:
-    """Longest prompt and completion, in tokens; 0 for completions without a limit in a model without one."""
-    args = trainer.args
+    """
+    Tokens of the longest of the first 10,000 prompts, as the model gets it, and of a completion; 0 for completions
+    without a limit in a model without one, for a stream, and for environments that make their own prompts.
+    """
+    args, data, prompt = trainer.args, trainer.train_dataset, 0
     # Recurrent models have no limit.
     context = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None)
     limit = args.vllm_max_model_length or context
     completion = min(filter(None, (args.max_completion_length, limit)), default=0)
-    prompt = limit - completion if args.vllm_max_model_length else _prompt_tokens(trainer)
+    if args.vllm_max_model_length:
+        prompt = limit - completion
+    elif isinstance(data, Dataset) and "prompt" in data.column_names:
+        longest = max(data.select_columns("prompt")[:10_000]["prompt"], key=lambda prompt: len(str(prompt)))
+        template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template}
+        template |= trainer.chat_template_kwargs
+        prompt = len(tokenize_prompts([longest], trainer.processing_class, template)[0])
     multiple = trainer.pad_to_multiple_of or 1
     return math.ceil(prompt / multiple) * multiple, math.ceil(completion / multiple) * multiple
-
-
-def _prompt_tokens(trainer: Any) -> int:
-    """
-    Tokens of the longest of the first 10,000 prompts, as the model gets it; 0 for a stream, and for environments that
-    make their own prompts.
-    """
-    if not isinstance(trainer.train_dataset, Dataset) or "prompt" not in trainer.train_dataset.column_names:
-        return 0
-    prompts = trainer.train_dataset.select_columns("prompt")[:10_000]["prompt"]
-    longest = max(prompts, key=lambda prompt: len(str(prompt)))
-    template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-    return len(tokenize_prompts([longest], trainer.processing_class, template)[0])
 
 
 def _device_bytes(trainer: Any) -> int | None:
