@@ -95,6 +95,10 @@ def test_verifiers_without_tokens(tmp_path):
     assert row["completion"][0]["tool_calls"] == [call]
     assert row["tools"] == [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
     assert "completion_ids" not in row
+    # prime-rl, which writes the same, names the group: a task comes again in a later step.
+    grouped = [episode("a", nodes=nodes, reward=k) | {"group": {"id": name}} for name in "xy" for k in (0.0, 1.0)]
+    groups = load_rollouts(written(tmp_path, grouped), 2)
+    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.5, 2.5]] * 2
 
 
 def test_prime_rl_is_rejected(tmp_path):
