@@ -4,6 +4,7 @@ Which bounds on the importance weight, which push, and whether solved groups hol
     python -m benchmarks.bounds simulate           # how often the rule finds what is there
     python -m benchmarks.bounds run --jobs 1       # what is missing of results/bounds.jsonl
     python -m benchmarks.bounds report             # → results/bounds.md
+    python -m benchmarks.bounds again              # two runs of each finished cell once more → runs/again.jsonl
 
 The last regime needs `python -m benchmarks.smollm2 --output runs/smollm2`.
 
@@ -456,8 +457,27 @@ code](../bounds.py); [every run](bounds.jsonl).
 """
 
 
+def again(jobs: int) -> int:
+    """Make the first two reporting runs of each finished cell again, and print those that differ from the record."""
+    found, file = read(Run, RECORD), Path("runs/again.jsonl")
+    wanted = [
+        run
+        for each in cells()
+        if all(run in found for run in reports(*each, found))
+        for run in reports(*each, found)[:2]
+    ]
+    status = run_missing([lambda: [run for run in wanted if run not in read(Run, file)]], train, file, jobs)
+    made = read(Run, file)
+    measured = ("sampled", "greedy")
+    differing = [run for run in wanted if run in made and any(made[run][m] != found[run][m] for m in measured)]
+    for run in differing:
+        print(run, *(f"{m} {found[run][m]} → {made[run][m]}" for m in measured))
+    print(f"{len(wanted)} runs, of which {len(differing)} differ.")
+    return status
+
+
 def main() -> int:
-    arguments = read_command_line(__doc__, "simulate", "run", "report")
+    arguments = read_command_line(__doc__, "simulate", "run", "report", "again")
     if arguments.command == "simulate":
         for name, true in (("power", (4, 0)), ("null", (0, 0)), ("behind", (4, 6))):
             print(f"{name}: {simulate(*true):.0%}")
@@ -465,6 +485,8 @@ def main() -> int:
     if arguments.command == "report":
         RECORD.with_suffix(".md").write_text(page(read(Run, RECORD)))
         return 0
+    if arguments.command == "again":
+        return again(arguments.jobs)
     return run_missing([partial(next_runs, *each) for each in cells()], train, RECORD, arguments.jobs)
 
 
