@@ -23,9 +23,10 @@ from opo_trl.rollout.checkpoint import load_state
 
 
 TOLERANCE = 1e-4
-# Two passes of three steps over each rollout, the second one over groups of it and the two before.
-REPLAY = {"num_iterations": 2, "max_staleness": 2, "max_steps": 21}
-IN_REPLAY = 16  # of step 13 to 18, on the third rollout
+# Two passes of three steps over each rollout, the second one over groups of it and the two before. Four rollouts, and
+# entries of the log that cover three steps.
+REPLAY = {"num_iterations": 2, "max_staleness": 2, "max_steps": 24, "logging_steps": 3}
+IN_REPLAY = 17  # of step 16 to 18, the second pass over the third rollout
 
 
 class Killed(TrainerCallback):
@@ -107,10 +108,10 @@ def assert_same(folder: Path, reference: Path, model: str, without: Collection[s
 
 
 MOVES = [
-    (1, 2, "multi_gpu"),
+    (2, 4, "multi_gpu"),
     *(
         pytest.param(*move, marks=pytest.mark.slow)
-        for move in ((2, 1, "multi_gpu"), (2, 4, "multi_gpu"), (4, 2, "multi_gpu"), (2, 4, "fsdp2"), (4, 2, "fsdp2"))
+        for move in ((1, 2, "multi_gpu"), (2, 1, "multi_gpu"), (4, 2, "multi_gpu"), (2, 4, "fsdp2"), (4, 2, "fsdp2"))
     ),
 ]
 
@@ -131,7 +132,7 @@ def test_run_with_replay_goes_on_with_other_processes(whole, rollouts, tiny_mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 1)])
 def test_samples_that_were_left_out_of_a_step_stay_out(tiny_model, tmp_path, before, after):
     """
     Of a rollout that is used once, a checkpoint has nothing but micro-batches, of those of its samples whose advantage
@@ -150,5 +151,25 @@ def test_samples_that_were_left_out_of_a_step_stay_out(tiny_model, tmp_path, bef
     skipped = [batch.get("opo_skipped") for call in load_state(killed / "checkpoint-1", 0)["buffer"] for batch in call]
     assert any(each is not None and len(each) for each in skipped)
     start(other, tiny_model, killed)
-    # Fillers are computed, and masked.
-    assert_same(killed, tmp_path / "whole", tiny_model, without={"opo/frac_skipped", "opo/frac_masked"})
+    # Where a process has too few samples, it computes fillers, which are masked.
+    without = {"opo/frac_skipped", "opo/frac_masked"} if after == 4 else {"opo/frac_skipped"}
+    assert_same(killed, tmp_path / "whole", tiny_model, without)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "options", "what"),
+    [
+        ("zero1", {}, "DeepSpeed's state"),
+        ("fsdp2", {"sync_ref_model": True}, "the moving reference of `sync_ref_model`"),
+    ],
+)
+def test_shards_that_cannot_be_divided_are_rejected(rollouts, tiny_model, tmp_path, config, options, what):
+    """DeepSpeed itself would name no fix, and for ZeRO-3 nothing at all."""
+    options = {"config": config, **options, "max_steps": 1, "save_steps": 1}
+    start(on(2, rollouts, tiny_model, **options), tiny_model, tmp_path)
+    form = on(4, rollouts, tiny_model, **options)
+    status = launch(train, form, tiny_model, str(tmp_path), None, config=config, processes=4, folder=tmp_path)
+    assert any(status)
+    said = f"checkpoint-1' holds {what} in 2 shards, but this run has 4 processes. Set `num_processes` to 2."
+    assert said in logs(tmp_path)
