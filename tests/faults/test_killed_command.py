@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers import DEVICE_FIELDS, wait_until, without_times
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
@@ -131,6 +132,12 @@ def test_recipe_goes_on_with_another_number_of_processes(tmp_path: Path):
     assert [entry["step"] for entry in lines(folder) if "grad_norm" in entry] == [1, 2, 3, 4, 5]
     _, changed, *_ = parse(arguments(folder, *further, "6", *last, "--steps_per_generation", "4"))  # on purpose
     assert [getattr(changed, name) for name in CUT[1:]] == [3, 1, 4]
+    # A recipe that sets the size of a rollout instead
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"generation_batch_size": 18}
+    del recipe["steps_per_generation"]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    _, args, *_ = parse(["--config", str(folder / "recipe.yaml")])
+    assert [getattr(args, name) for name in CUT[1:]] == [3, 2, 6]
 
 
 def stopped(place: Path, number: signal.Signals, step: int, *further: str, **where) -> list[int]:
