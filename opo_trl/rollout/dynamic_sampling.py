@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..trl import MULTIMODAL_KEYS
 from .prompts import PromptStream
-from .rows import completion_tokens, concatenate, exchange_rows, have_spread, take_rows, to_width
+from .rows import completion_tokens, concatenate, exchange_rows, gather_samples, have_spread, take_rows, to_width
 
 
 Rollout = dict[str, Any]
@@ -74,11 +74,9 @@ class DynamicSampling:
 
     def _zero_variance(self, rollout: Rollout, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
-        has_tokens = completion_tokens(rollout).any(dim=1, keepdim=True)
-        table = self.accelerator.gather(torch.cat([rollout["rewards_per_func"], has_tokens], dim=1)).cpu().double()
-        per_func, has_tokens = table[:, :-1], table[:, -1].bool()
+        _, length, _, _, per_func = gather_samples(rollout, None, self.accelerator)
         rewards = (per_func * reward_weights.cpu().double()).nansum(dim=1)
-        valid = has_tokens & ~per_func.isnan().all(dim=1)
+        valid = (length > 0) & ~per_func.isnan().all(dim=1)
         return (~have_spread(rewards, valid, self.num_generations)).nonzero().flatten().tolist()
 
     def _replace(self, rollout: Rollout, further: Rollout, places: list[int], groups: list[int]) -> Rollout:

@@ -33,7 +33,7 @@ from .planning import (
     partition,
     row_lengths,
 )
-from .rows import can_exchange, exchange_rows, micro_batches, resize, take_rows, to_device
+from .rows import can_exchange, exchange_rows, resize, take_rows, to_device
 
 
 _TEXTS = ("prompt", "completion")
@@ -57,8 +57,9 @@ class Planner:
         out, and the last micro-batch says of them as `opo_skipped` whether they count.
         """
         if not self.plans:
-            size = self.args.per_device_train_batch_size
-            return (micro_batches(rows, len(rows["completion_ids"]) // size) for rows in steps)
+            samples = np.arange(len(steps[0]["completion_ids"]))  # as many in each step
+            parts = np.split(samples, len(samples) // self.args.per_device_train_batch_size)
+            return ([take_rows(rows, part) for part in parts] for rows in steps)
         read = self._read_samples(steps, skippable)
         return (self._cut(rows, read[:, number]) for number, rows in enumerate(steps))
 
@@ -87,12 +88,11 @@ class Planner:
         # be equal to the bit, as in rows.
         balance = self.balance if self.args.top_entropy_quantile == 1.0 else None
         balance = balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
-        of_processes = [(each[:, :2], _prompts(each[:, 3], balance)) for each in read]
-        n_batches = max(len(best_cut(own, limits, prompts)[1]) + 1 for own, prompts in of_processes)
+        n_batches, _ = _needed(read, balance, limits)
         results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
         rows["row"] = torch.arange(len(tokens), device=tokens.device)
-        (own, prompts), order = of_processes[self.accelerator.process_index], np.arange(len(tokens))
-        for part in cut_rows(rows, own, order, n_batches, limits, prompts=prompts):
+        own, order = read[self.accelerator.process_index], np.arange(len(tokens))
+        for part in cut_rows(rows, own[:, :2], order, n_batches, limits, _prompts(own, balance)):
             width = part["completion_ids"].size(1)
             ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
             called = shared_prompts.model_for(model, part)
@@ -137,10 +137,10 @@ class Planner:
                 rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
                 read, n_batches = samples[assigned], n_batches_then
         own = read[process]
-        lengths, skippable, prompts = own[:, :2], own[:, 2].astype(bool), _prompts(own[:, 6], balance)
+        lengths, skippable = own[:, :2], own[:, 2].astype(bool)
         # None may be empty: a process with too few samples computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_batches)])
-        found = cut_rows(rows, lengths, kept, n_batches, limits, prompts=prompts)
+        found = cut_rows(rows, lengths, kept, n_batches, limits, _prompts(own, balance))
         counts = rows["opo_valid"]
         if "importance_sampling_ratio" in rows:
             counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
@@ -151,30 +151,27 @@ class Planner:
         """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
         return self.accelerator.gather(numbers.to(self.accelerator.device)[None]).cpu().numpy()
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.accelerator.device.type != "cpu"
-
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
         fewest = self.communicates or updates_in_backward(self.args)
+        on_gpu = self.accelerator.device.type != "cpu"
         return Limits(
             max_rows,
             self.args.max_tokens_per_micro_batch,
             # Not on a CPU, where a pass costs little. Not for the fewest passes, which would be filled with any amount
             # of padding. Not for models without `balance`, which may need more memory than their tokens say.
-            fill=fill and self._on_gpu and not fewest and self.balance is not None,
-            pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if self._on_gpu else "cpu"],
+            fill=fill and on_gpu and not fewest and self.balance is not None,
+            pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if on_gpu else "cpu"],
         )
 
 
-def _prompts(of_sample: np.ndarray, balance: float | None) -> Prompts | None:
-    return None if balance is None else Prompts(of_sample, balance)
+def _prompts(read: np.ndarray, balance: float | None) -> Prompts | None:
+    return None if balance is None else Prompts(read[:, -1], balance)
 
 
 def _needed(read: np.ndarray, balance: float | None, limits: Limits) -> tuple[int, float]:
-    """Most micro-batches, and the highest cost, that a process needs for its samples, `[processes, samples, 7]`."""
+    """Most micro-batches, and highest cost, that a process needs for its samples: `[processes, samples, columns]`."""
     needed = [own[own[:, 2] == 0] for own in read]
-    cuts = [best_cut(own[:, :2], limits, _prompts(own[:, 6], balance)) for own in needed]
+    cuts = [best_cut(own[:, :2], limits, _prompts(own, balance)) for own in needed]
     return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
 
 

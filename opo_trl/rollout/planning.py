@@ -53,17 +53,6 @@ def columns(lengths: np.ndarray, most: np.ndarray) -> dict[str, int]:
     return {"prompt": prompt, "completion": completion}
 
 
-def trim(rows: Mapping[str, Any], lengths: np.ndarray) -> Rows:
-    """
-    Remove the columns that are padding in every sample, of these lengths `[B, 2]`. Samples with images and token types
-    stay as they are.
-    """
-    if rows.keys() & _WHOLE_WIDTH:
-        return dict(rows)
-    most = np.array([rows["prompt_mask"].size(1), rows["completion_mask"].size(1)])
-    return resize(rows, **columns(lengths, most))
-
-
 def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
     """
     Bounds of the cheapest cut, and its cost, by the cost of the micro-batch of each size that begins at each sample.
@@ -227,25 +216,23 @@ def best_cut(
 
 
 def cut_rows(
-    rows: Mapping[str, Any],
-    lengths: np.ndarray,
-    samples: np.ndarray,
-    n_parts: int,
-    limits: Limits,
-    *,
-    prompts: Prompts | None = None,
+    rows: Rows, lengths: np.ndarray, samples: np.ndarray, n_parts: int, limits: Limits, prompts: Prompts | None
 ) -> list[Rows]:
     """
     Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts` micro-batches, or more where the limits need
-    more, each trimmed. Those that compute a prompt once have the entries of [`arrange`].
+    more, each without the columns that are padding in all of its samples; those with images and token types keep all.
+    Those that compute a prompt once have the entries of [`arrange`].
     """
+    most = np.array([rows["prompt_mask"].size(1), rows["completion_mask"].size(1)])
     order, bounds, shared, _ = best_cut(lengths[samples], limits, prompts and prompts.take(samples))
     bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
     parts = []
     for part in np.split(order, bounds):
-        trimmed = trim(take_rows(rows, part), lengths[part])
-        placed = arrange(trimmed, lengths[part], prompts.of_sample[part]) if shared and prompts else {}
-        parts.append(trimmed | placed)
+        taken = take_rows(rows, part)
+        if not rows.keys() & _WHOLE_WIDTH:
+            taken = resize(taken, **columns(lengths[part], most))
+        placed = arrange(taken, lengths[part], prompts.of_sample[part]) if shared and prompts else {}
+        parts.append(taken | placed)
     return parts
 
 

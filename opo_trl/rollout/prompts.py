@@ -56,12 +56,10 @@ class PromptStream:
         drawn: list[int] = []
         while len(drawn) < count:
             epoch, place = divmod(self.position, self.n_prompts)
-            rest = self._order(epoch)[place:][: count - len(drawn)]
+            order = np.arange(self.n_prompts)
+            if self.shuffle:
+                order = np.random.default_rng((self.seed, epoch)).permutation(self.n_prompts)
+            rest = order[place:][: count - len(drawn)].tolist()
             drawn += rest
             self.position += len(rest)
         return drawn
-
-    def _order(self, epoch: int) -> list[int]:
-        if not self.shuffle:
-            return [*range(self.n_prompts)]
-        return np.random.default_rng((self.seed, epoch)).permutation(self.n_prompts).tolist()

@@ -35,14 +35,13 @@ class ReplayBuffer:
         self.rollouts: deque[Rows] = deque(maxlen=self.max_staleness + 1)  # the oldest first
         self.useful: deque[list[bool]] = deque(maxlen=self.max_staleness + 1)
 
-    def add(self, rollout: Rows, advantages: torch.Tensor | None = None) -> None:
+    def add(self, rollout: Rows, advantages: torch.Tensor) -> None:
         """
         Add a rollout of this process; the oldest one is dropped.
 
         Replay needs the `advantages` of all processes, `[N]`, NaN for completions that do not take part.
         """
         if self.max_staleness:
-            assert advantages is not None
             if images := sorted(rollout.keys() & {*MULTIMODAL_KEYS}):
                 said = f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}"
                 raise ValueError(f"{said}. Set `max_staleness` to 0.")

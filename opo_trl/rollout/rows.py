@@ -61,11 +61,6 @@ def rows_of_steps(
     return [take_rows(rollout, of_step) for of_step in np.split(order, n_steps)]
 
 
-def micro_batches(rows: Mapping[str, Any], n_batches: int) -> list[dict[str, Any]]:
-    """Cut the samples of an optimizer step into micro-batches of equal size, in their order."""
-    return [take_rows(rows, of_batch) for of_batch in np.split(np.arange(len(rows["completion_ids"])), n_batches)]
-
-
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
     """Some samples of a rollout, in a given order; values that are not per sample stay."""
     indices: dict[torch.device, torch.Tensor] = {}  # on the device: as an index, NumPy's would be copied per entry
@@ -106,7 +101,11 @@ def can_exchange(rows: Mapping[str, Any]) -> bool:
 
 def resize(rows: Mapping[str, Any], *, prompt: int, completion: int) -> dict[str, Any]:
     """Samples with these numbers of columns for the tokens of prompts and completions: cut, or padded with zeros."""
-    widths = {name: prompt if name in PROMPT_COLUMNS else completion for name in _per_token(rows)}
+    # All entries as wide as the completions are theirs, including those of a subclass. A weight per sequence has a
+    # single column.
+    others, full = rows.keys() - {*MULTIMODAL_KEYS, "rewards_per_func"}, rows["completion_mask"].size(1)
+    wide = [name for name in others if isinstance(rows[name], torch.Tensor) and rows[name].shape[1:2] == (full,)]
+    widths = dict.fromkeys(wide, completion) | dict.fromkeys(PROMPT_COLUMNS, prompt)
     return dict(rows) | {name: to_width(name, rows[name], width) for name, width in widths.items()}
 
 
@@ -132,16 +131,6 @@ def concatenate(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             rows[name] = list(itertools.chain(*columns)) if isinstance(value, list) else value
     return rows
-
-
-def _per_token(rows: Mapping[str, Any]) -> list[str]:
-    """The entries with a column per token."""
-    full = rows["completion_mask"].size(1)
-    # All entries as wide as the completions are theirs, including those of a subclass. A weight per sequence has a
-    # single column.
-    others = rows.keys() - {*PROMPT_COLUMNS, *MULTIMODAL_KEYS, "rewards_per_func"}
-    wide = [name for name in others if isinstance(rows[name], torch.Tensor) and rows[name].shape[1:2] == (full,)]
-    return [*PROMPT_COLUMNS, *wide]
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -116,13 +116,7 @@ def _shared(
     seen = seen | (itself & ~seen.any(dim=2, keepdim=True))  # padding: attention to nothing would be NaN
     wanted = wanted.masked_fill(~real, -100)
     positions = source % input_ids.size(1) if position_ids is None else position_ids.flatten()[source]
-    outputs = model(
-        input_ids=ids,
-        attention_mask=seen.unsqueeze(1),
-        position_ids=positions,
-        labels=wanted,
-        **options,
-    )
+    outputs = model(input_ids=ids, attention_mask=seen.unsqueeze(1), position_ids=positions, labels=wanted, **options)
     for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
         # The head returns one value fewer than there are tokens. Only tokens of completions, each in one place,
         # have a label.
