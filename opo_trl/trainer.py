@@ -54,6 +54,7 @@ from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import checked
 from .rollout import checkpoint, padding, reference, shared_prompts
+from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
@@ -152,13 +153,7 @@ class OPOTrainer(GRPOTrainer):
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
     def __init__(
-        self,
-        model,
-        reward_funcs=None,
-        args: OPOConfig | None = None,
-        train_dataset=None,
-        eval_dataset=None,
-        **options,
+        self, model, reward_funcs=None, args: OPOConfig | None = None, train_dataset=None, eval_dataset=None, **options
     ):
         check_replaced()
         args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
@@ -226,8 +221,9 @@ class OPOTrainer(GRPOTrainer):
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
         self._skips_pass = False  # whether to leave out TRL's next pass over the rollout
-        for name in ("_prompt_stream", "_dynamic_sampling"):
-            vars(self).pop(name, None)
+        if has_length(self.train_dataset):
+            n_prompts = len(cast(Dataset, self.train_dataset))
+            self._prompt_stream = PromptStream(n_prompts, seed=args.seed, shuffle=self.shuffle_dataset)
 
     def _checked_args(self, model, args: OPOConfig | None, *, quantized: bool) -> OPOConfig:
         wanted = self.config_class
@@ -300,12 +296,6 @@ class OPOTrainer(GRPOTrainer):
         self._sampler = EpochSampler.of(super()._get_train_sampler(dataset))
         return self._sampler
 
-    @cached_property
-    def _prompt_stream(self) -> PromptStream:
-        """Prompts of dynamic sampling."""
-        n_prompts = len(cast(Dataset, self.train_dataset))
-        return PromptStream(n_prompts, seed=self.args.seed, shuffle=self.shuffle_dataset)
-
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
@@ -332,25 +322,19 @@ class OPOTrainer(GRPOTrainer):
         return self.args.save_rollouts or (self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._mode == "eval" or self.args.max_sampling_rounds == 1:
-            rollout = self._generate_once(inputs)
-        else:
-            rollout, metrics = self._dynamic_sampling.fill(self._generate_round, len(inputs), self.reward_weights)
-            for name, value in metrics.items():
-                self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
+        rounds = self.args.max_sampling_rounds
+        if self._mode == "eval" or rounds == 1:
+            return self._generate_once(inputs)
+        sampling = DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
+        rollout, metrics = sampling.fill(self._generate_round, len(inputs), self.reward_weights)
+        for name, value in metrics.items():
+            self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
         return rollout
 
     def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
         """A complete rollout, on the device also where an override has left something on the host."""
         rollout = self._generate_and_score_completions(generation_batch)
         return send_to_device(self._finish_rollout(rollout), self.accelerator.device)
-
-    @cached_property
-    def _dynamic_sampling(self) -> Any:
-        from .rollout.dynamic_sampling import DynamicSampling  # only runs with several rounds need it
-
-        rounds = self.args.max_sampling_rounds
-        return DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
 
     def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
         """A round of dynamic sampling, for these prompts of the dataset."""
@@ -407,15 +391,9 @@ class OPOTrainer(GRPOTrainer):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
         if self._planner.balance:  # those of a checkpoint may be placed for another attention
             model = shared_prompts.model_for(model, inputs)
-        ids, mask = _whole(inputs)
-        return self._get_per_token_logps_and_entropies(
-            model,
-            ids,
-            mask,
-            inputs["completion_ids"].size(1),
-            **options,
-            **{key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs},
-        )
+        ids, mask, width = _whole(inputs)
+        images = {key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs}
+        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **images)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
@@ -561,23 +539,22 @@ class OPOTrainer(GRPOTrainer):
         sharded = (
             zero_stage >= 2 or self.is_fsdp_enabled or getattr(self, "is_distributed_loading_by_transformers", False)
         )
-        balance = None
-        if not self.aux_loss_enabled:
-            balance = shared_prompts.balance(self.accelerator.unwrap_model(self.model))
+        policy = self.accelerator.unwrap_model(self.model)
         # A subclass's loss may be a mean, and count on `gradient_accumulation_steps` micro-batches.
-        plans = self.args.plan_micro_batches and self._owns_loss
+        losses = type(self).compute_loss, type(self)._compute_loss
+        plans = self.args.plan_micro_batches and losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
         return Planner(
             self.args,
             self.accelerator,
             communicates=sharded,
-            balance=balance,
+            balance=None if self.aux_loss_enabled else shared_prompts.balance(policy),
             # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
             plans=plans and self.pad_to_multiple_of is None and self._any_width is not False,
         )
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
-        self._check_padding(*_whole(steps[0]), steps[0]["completion_ids"].size(1))
+        self._check_padding(*_whole(steps[0]))
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
         steps = [{**rows, "opo_idle": self._idle(rows)} for rows in steps]
@@ -599,7 +576,7 @@ class OPOTrainer(GRPOTrainer):
 
     def _cut_again(self, steps: list[dict[str, Any]]) -> Any:
         """Micro-batches of the optimizer steps of a checkpoint, whose samples are divided otherwise than before."""
-        self._check_padding(*_whole(steps[0]), steps[0]["completion_ids"].size(1))
+        self._check_padding(*_whole(steps[0]))
         planned = []
         for cut in self._planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
             for micro_batch in cut:
@@ -613,16 +590,10 @@ class OPOTrainer(GRPOTrainer):
         found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
         return found & rows["opo_own"].bool()
 
-    @property
-    def _owns_loss(self) -> bool:
-        """Whether no subclass overrides the loss."""
-        own = type(self).compute_loss, type(self)._compute_loss
-        return own == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
-
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
-        """Samples, bool `[B]`, that can be skipped, as neither TRL's options nor a subclass give them a gradient."""
+        """Samples, bool `[B]`, that a plan can leave out, as TRL's options give them no gradient either."""
         alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
-        if not (self._owns_loss and alone and self.args.skip_inert_rows):
+        if not (alone and self.args.skip_inert_rows):
             return torch.zeros_like(rows["opo_idle"])
         if not self.policy_objective.pulls_back:
             return rows["opo_target"] == 0
@@ -695,14 +666,8 @@ class OPOTrainer(GRPOTrainer):
         losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + kl_losses)
         if self._entropy_bonus_enabled:
             losses = policy_losses - self.entropy_coef * token_mean(entropies, steering)
-        return losses, SampleReport.of(
-            samples,
-            loss,
-            kl=kl,
-            policy_loss=policy_losses,
-            tokens=mask.sum(dim=1),
-            entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
-        )
+        tokens, entropy = mask.sum(dim=1), torch.where(mask, entropies, 0.0).sum(dim=1)
+        return losses, SampleReport.of(samples, loss, kl=kl, policy_loss=policy_losses, tokens=tokens, entropy=entropy)
 
     def _samples(self, inputs: Mapping[str, Any], logps: Tensor) -> Samples:
         """The samples of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
@@ -831,7 +796,7 @@ class OPOTrainer(GRPOTrainer):
             checkpoint.MovingReference(self).load(Path(folder))
 
 
-def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Tokens and mask of prompts with their completions, `[B, P + T]` each."""
-    ids, mask = ([rows[f"prompt_{name}"], rows[f"completion_{name}"]] for name in ("ids", "mask"))
-    return torch.cat(ids, dim=1), torch.cat(mask, dim=1)
+def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Tokens and mask of prompts with their completions, `[B, P + T]` each, and T."""
+    ids, mask = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    return ids, mask, rows["completion_ids"].size(1)
