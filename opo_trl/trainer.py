@@ -575,14 +575,14 @@ class OPOTrainer(GRPOTrainer):
         return planned
 
     def _cut_again(self, steps: list[dict[str, Any]]) -> Any:
-        """Micro-batches of the optimizer steps of a checkpoint, whose samples are divided otherwise than before."""
+        """Micro-batches of a pass, of which a checkpoint holds these last steps, divided otherwise than before."""
         self._check_padding(*_whole(steps[0]))
         planned = []
         for cut in self._planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
             for micro_batch in cut:
                 micro_batch["opo_valid"] = micro_batch["opo_valid"] & ~micro_batch["opo_filler"]
             planned += spread(cut, len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size)
-        return planned
+        return [[]] * (self.args.steps_per_generation - len(planned)) + planned
 
     def _idle(self, rows: Mapping[str, Any]) -> Tensor:
         """Samples, bool `[B]`, without a gradient while the policy is the behaviour policy."""

@@ -153,8 +153,7 @@ def restore(trainer: Any, folder: Path) -> None:
     trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
     trainer._buffered_inputs = send_to_device(state["buffer"], device)
     if changed and state["buffer"] is not None:
-        done: list[Any] = [[]] * (state["position"] % args.steps_per_generation)
-        trainer._buffered_inputs = done + trainer._cut_again(trainer._buffered_inputs)
+        trainer._buffered_inputs = trainer._cut_again(trainer._buffered_inputs)
     trainer._replay.load_state_dict(send_to_device(state["replay"], device))
     # The steps since the last log entry count in the next entry, but not in this call's mean loss.
     trainer._tr_loss = state["pending_loss"].to(args.device)
@@ -231,15 +230,13 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     state, with the position in micro-steps of this run.
 
     Raises:
-        `ValueError`: another version saved the checkpoint, a field differs, which is named, or its shards are those of
-            another number of processes.
+        `ValueError`: another version or number of shards saved the checkpoint, or a field differs, which is named.
     """
     state = load_state(Path(folder), trainer.accelerator.process_index)
     saved, own = state["settings"], settings(trainer)
     has_shards = trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and trainer.args.sync_ref_model)
     if has_shards and saved["processes"] != own["processes"]:
-        what = "DeepSpeed's state" if trainer.is_deepspeed_enabled else "the moving reference of `sync_ref_model`"
-        said = f"{folder!r} holds {what} in {saved['processes']} shards, but this run has {own['processes']} processes"
+        said = f"{folder!r} holds shards of {saved['processes']} processes, but this run has {own['processes']}"
         raise ValueError(f"{said}. Set `num_processes` to {saved['processes']}.")
     if state["position"] > 0:
         how, instead = "in the middle of a rollout", "resume from a checkpoint at the end of a rollout"
