@@ -171,7 +171,6 @@ class Task:
                     max_tokens=self.max_tokens,
                     temperature=temperature,
                     eos=torch.tensor([tokenizer.eos_token_id]),
-                    pad=tokenizer.pad_token_id,
                     generator=generator,
                 )
             sampled += zip(tokens.tolist(), logps.tolist(), strict=True)

@@ -83,7 +83,6 @@ def accuracies(model: Any, tokenizer: Any, *, for_tuning: bool = False, draws: i
             max_tokens=MAX_TOKENS,
             temperature=temperature,
             eos=torch.tensor([tokenizer.eos_token_id]),
-            pad=tokenizer.pad_token_id,
             generator=torch.Generator().manual_seed(draws),
         )
         texts = [_text(ids, tokenizer) for ids in tokens.tolist()]

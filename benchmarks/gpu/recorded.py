@@ -145,7 +145,7 @@ class Bench:
     def complete(self, problems: Sequence[Mapping[str, str]], seed: int, temperature: float = 1.0) -> Any:
         """Prompts of problems, a completion of each, up to the first newline, and rewards."""
         prompts = [self.tokenizer(row["problem"])["input_ids"] for row in problems]
-        options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": temperature, "pad": self.ends[0]}
+        options: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": temperature}
         options["generator"] = torch.Generator(self.device).manual_seed(seed)
         with self.precision(), self.device:
             rows = sample(self.model, prompts, eos=torch.tensor(self.ends), **options)[0].tolist()

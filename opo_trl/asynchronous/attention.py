@@ -37,19 +37,7 @@ def in_pytorch(device: torch.device) -> Iterator[None]:
 
 
 def tree_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    tree_kv_index: Tensor,
-    tree_cu_seqlens_q: Tensor,
-    tree_cu_seqlens_k: Tensor,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **named,
+    module, query, key, value, attention_mask, *, tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, **named
 ) -> tuple[Tensor, None]:
     """
     Attention of tokens that are packed as a prefix tree, to the tokens on their own path from its root.
@@ -58,8 +46,9 @@ def tree_attention(
     segments, one path after the other, each ending with its segment; the other two are bounds of the segments among
     the tokens, and of the paths.
     """
-    mask = _mask(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, query.shape[2], sliding_window)
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, softcap=softcap)
+    mask = _mask(tree_kv_index, tree_cu_seqlens_q, tree_cu_seqlens_k, query.shape[2], named.get("sliding_window"))
+    own = {name: named.get(name) for name in ("scaling", "softcap")}  # no dropout, as in TRL's
+    return sdpa_attention_forward(module, query, key, value, mask, **own)
 
 
 @lru_cache(maxsize=2)  # the same tensors in all layers of a forward pass, with and without a window

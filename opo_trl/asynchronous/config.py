@@ -1,7 +1,6 @@
 """`AsyncOPOConfig`: TRL's `AsyncGRPOConfig` with the fields of OPO's objective, validated."""
 
-from dataclasses import dataclass, fields
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from trl.experimental.async_grpo import AsyncGRPOConfig
@@ -43,9 +42,7 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
     """
 
     # Of TRL's losses, with the meaning and defaults that they have in `GRPOConfig`
-    importance_sampling_level: Literal["token", "sequence"] = setting(
-        "token", "Whether GRPO's ratio is that of a token or of the completion."
-    )
+    importance_sampling_level: Literal["token", "sequence"] = setting("token", "What GRPO's ratio is that of.")
     delta: Annotated[float | None, POSITIVE] = setting(None, "GRPO's upper bound on the ratio.")
     sapo_temperature_pos: Annotated[float, POSITIVE] = setting(1.0, "SAPO's temperature where A > 0.")
     sapo_temperature_neg: Annotated[float, POSITIVE] = setting(1.05, "SAPO's temperature elsewhere.")
@@ -74,8 +71,3 @@ class AsyncOPOConfig(ObjectiveConfig, Masked, AsyncGRPOConfig):
         is_constant = self.lr_scheduler_type in ("constant", "constant_with_warmup")
         wanted = f"a number of optimizer steps: lr_scheduler_type={self.lr_scheduler_type!r} needs it"
         require(self.max_steps > 0 or is_constant, "max_steps", self.max_steps, wanted)
-
-    @property
-    def objective_fields(self) -> SimpleNamespace:
-        """All fields, for the objective in the process that scores completions."""
-        return SimpleNamespace(**{field.name: getattr(self, field.name) for field in fields(self)})

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
+from torch import Generator, Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample
 
@@ -33,7 +33,7 @@ class InProcessLoop(OPORolloutLoop):
         super().__init__(**named)
         self.policy = policy
         self.asked: list[tuple[list[int], asyncio.Future]] = []
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = Generator().manual_seed(seed)
         self.work = self._repeat_iterator()
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
@@ -69,9 +69,8 @@ class InProcessLoop(OPORolloutLoop):
 
     def _sample(self, prompts: list[list[int]]) -> Iterator[tuple[list[int], list[float]]]:
         """For each prompt, tokens up to the end of the turn, and their log-probabilities."""
-        limits: Any = {"max_tokens": self.max_tokens, "temperature": self.temperature}
-        ends: Any = {"eos": torch.tensor(self.eos_token_ids), "pad": self.eos_token_ids[0]}  # any: padding is masked
-        tokens, logps = sample(self.policy, prompts, **limits, **ends, generator=self.generator)
+        how: Any = {"max_tokens": self.max_tokens, "temperature": self.temperature, "generator": self.generator}
+        tokens, logps = sample(self.policy, prompts, eos=torch.tensor(self.eos_token_ids), **how)
         for ids, values in zip(tokens.tolist(), logps.tolist(), strict=True):
             length = next((place + 1 for place, token in enumerate(ids) if token in self.eos_token_ids), len(ids))
             yield ids[:length], values[:length]
@@ -79,17 +78,10 @@ class InProcessLoop(OPORolloutLoop):
 
 @torch.no_grad()
 def sample(
-    model: Any,
-    prompts: list[list[int]],
-    *,
-    max_tokens: int,
-    temperature: float,
-    eos: Tensor,
-    pad: int,
-    generator: torch.Generator,
+    model: Any, prompts: list[list[int]], *, max_tokens: int, temperature: float, eos: Tensor, generator: Generator
 ) -> tuple[Tensor, Tensor]:
     """Tokens of a completion of each prompt, and their log-probabilities, `[B, T]`; after `eos` they do not count."""
-    width = max(map(len, prompts))
+    width, pad = max(map(len, prompts)), int(eos[0])  # any: padding is masked
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     position = (mask.cumsum(dim=1) - 1).clamp(min=0)
@@ -107,20 +99,6 @@ def sample(
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         position = position[:, -1:] + 1
     return torch.cat(tokens, dim=1), torch.cat(logps, dim=1)
-
-
-class _Samples(queue.Queue):
-    """A queue that is filled when it is empty and something is wanted from it."""
-
-    def __init__(self, produce: Callable[[], list[RolloutSample]]):
-        super().__init__()
-        self.produce = produce
-
-    def get(self, block: bool = True, timeout: float | None = None) -> RolloutSample:
-        if self.empty():
-            for each in self.produce():
-                self.put_nowait(each)
-        return super().get(block=False)
 
 
 class InProcessWorker:
@@ -156,7 +134,8 @@ class InProcessWorker:
         if args.token_budget is None:
             args.token_budget = 0
         self.model, self.args, self.staleness = model, args, staleness
-        self.rollout_buffer = _Samples(self._produce)
+        self.rollout_buffer: Any = self  # a queue, too
+        self._samples: list[RolloutSample] = []  # that wait
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
         self.policies: dict[int, dict[str, Tensor]] = {}  # by version
         self.version = 0
@@ -167,10 +146,9 @@ class InProcessWorker:
     # As a rollout worker
 
     def start(self) -> None:
-        args, tokenizer = self.args, self._loop_kwargs["processing_class"]
+        args = self.args
         options: Any = args.model_init_kwargs or {}  # a dict, once parsed
         policy = AutoModelForCausalLM.from_pretrained(self.model, **{**options, "dtype": torch.float32}).eval()
-        ends = policy.generation_config.eos_token_id
         same = ("num_generations", "temperature", "chat_template_kwargs", "max_tool_calling_iterations")
         self.loop: Any = InProcessLoop(
             **self._loop_kwargs,
@@ -179,16 +157,23 @@ class InProcessWorker:
             policy=policy,
             seed=args.seed,
             model_name=self.model,
-            eos_token_ids=[tokenizer.eos_token_id, *([ends] if isinstance(ends, int) else ends or [])],
-            rollout_buffer=self.rollout_buffer,
             metrics_queue=self.metrics_queue,
             model_version_value=SimpleNamespace(value=self.version),
             # Nothing beats or fails on its own: what a reward raises is raised in the trainer.
-            **dict.fromkeys(("heartbeat_value", "failed_event", "exception_info_queue")),
+            **dict.fromkeys(("heartbeat_value", "failed_event", "exception_info_queue", "rollout_buffer")),
         )
 
     def update_model_version(self, model_version: int) -> None:
         self.version = model_version
+
+    def get(self, timeout: float) -> RolloutSample:
+        """The next sample; if none waits, a rollout is made."""
+        if not self._samples:
+            self._samples += self._produce()
+        return self._samples.pop(0)
+
+    def qsize(self) -> int:
+        return len(self._samples)
 
     def _produce(self) -> list[RolloutSample]:
         """A rollout of as many completions as an optimizer step takes, by the policy `staleness` versions ago."""

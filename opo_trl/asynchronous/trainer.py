@@ -14,7 +14,7 @@ server, the rollout worker, the synchronization of weights, packing and checkpoi
 import functools
 import json
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -146,8 +146,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             args.max_steps *= args.num_iterations * 32
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
         if (sent := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
-            sent["opo"] = kind(args.objective_fields)  # to the worker's process
+            sent["opo"] = kind(args)  # to the worker's process
             sent["vocab_size"] = self.model.config.get_text_config().vocab_size
+            sent.setdefault("eos_token_ids", self.eos_token_ids)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -241,12 +242,11 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             outputs = model(**named)
             return outputs
 
-        metrics = self._metrics["train"]
-        own = {name: metrics.pop(name) for name in [*metrics] if name.startswith("clip_ratio/")}  # of earlier steps
-        super().compute_loss(forward, inputs)  # for its metrics; its loss is dropped
-        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            del metrics[name]  # of that loss
-        metrics.update(own)
+        found: dict[str, list] = defaultdict(list)
+        with temporarily(self, _metrics={"train": found}):
+            super().compute_loss(forward, inputs)  # for its metrics; its loss is dropped
+        for name in (name for name in found if not name.startswith("clip_ratio/")):  # of that loss
+            self._metrics["train"][name] += found[name]
         trained = inputs["token_index"] >= 0
         logps = outputs.log_probs.flatten()[inputs["token_index"][trained]]
         behaviour, row = inputs["old_log_probs"][trained], inputs["segment_id"][trained]

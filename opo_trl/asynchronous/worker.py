@@ -130,16 +130,13 @@ def with_targets(
     trained token; their `advantage` is the target.
     """
     rewards = {i: sample.metrics["reward"] for i, sample in zip(conversations, samples, strict=True)}
-    scores = torch.tensor([*rewards.values()], dtype=torch.float64)
-    targets, means = group_targets(scores, objective)
-    place = {conversation: i for i, conversation in enumerate(rewards)}
+    targets, means = group_targets(torch.tensor([*rewards.values()], dtype=torch.float64), objective)
+    target = dict(zip(rewards, targets.target.tolist(), strict=True))
     kept = []
     for sample, conversation in zip(samples, conversations, strict=True):
-        i = place[conversation]
-        if scores[i].isfinite() and sample.completion_mask.any():
-            sample.advantage = targets.target[i].item()
-            own: dict = sample.metrics
-            own[OWN] = (sample.model_version, *means)
+        if math.isfinite(rewards[conversation]) and sample.completion_mask.any():
+            sample.advantage = target[conversation]
+            cast(dict, sample.metrics)[OWN] = (sample.model_version, *means)
             kept.append(sample)
     return kept
 
@@ -194,8 +191,7 @@ def _end_with_parent() -> None:
     """End this process when the one that started it ends, even by SIGKILL; TRL's worker would wait for it forever."""
 
     def wait() -> None:
-        parent.join()
+        cast(Any, parent_process()).join()
         os._exit(1)
 
-    if (parent := parent_process()) is not None:
-        threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()

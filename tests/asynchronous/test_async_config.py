@@ -22,7 +22,7 @@ def config(tmp_path):
 def test_defaults_are_those_of_opo_and_travel_to_another_process(config, tmp_path):
     opo = OPOConfig(str(tmp_path), use_cpu=True, bf16=False)
     made, names = config(), [field.name for field in dataclasses.fields(ObjectiveConfig)]
-    sent = pickle.loads(pickle.dumps(made.objective_fields))
+    sent = pickle.loads(pickle.dumps(made))
     for each in (made, sent):
         assert {name: getattr(each, name) for name in names} == {name: getattr(opo, name) for name in names}
 

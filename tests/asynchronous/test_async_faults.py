@@ -79,7 +79,7 @@ def working(monkeypatch, tiny_model, tmp_path, url, reward, *, tokens=4):
         max_inflight_tasks=2 * scripted.G,
         max_tokens=tokens,
         vllm_server_url=url,
-        opo=OPO(scripted.config(tmp_path).objective_fields),
+        opo=OPO(scripted.config(tmp_path)),
     )
     worker.start()
     try:

@@ -44,7 +44,7 @@ def test_completions_are_written_by_the_policy_of_so_many_versions_ago(tiny_mode
         kept.update({version: dict(policy) for version, policy in worker.policies.items()})
         return samples
 
-    worker.rollout_buffer.produce = recorded
+    worker._produce = recorded
     trainer.train()
     assert [{s.model_version for s in samples} for _, samples in made] == [
         {max(1, version - staleness)} for version, _ in made

@@ -125,7 +125,6 @@ def work_out(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, problem
         max_tokens=32,
         temperature=1.0,
         eos=torch.tensor([eos]),
-        pad=tokenizer.pad_token_id,
         generator=torch.Generator().manual_seed(0),
     )
     ends = [[*row, eos].index(eos) for row in tokens.tolist()]
