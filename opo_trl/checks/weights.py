@@ -12,6 +12,8 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from trl.trainer.utils import get_config_model_id
 
+from ..trl import temporarily
+
 
 # Options of `from_pretrained` that say where the files are and how their tensors are called.
 _SOURCE = (
@@ -44,14 +46,8 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     kind = AutoModelForSequenceClassification if scores else kind
     source: Any = {name: options[name] for name in _SOURCE if name in options}
     how: Any = {"device_map": "meta", "attn_implementation": "eager", "output_loading_info": True}
-    has_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with unsharded():
-            model, info = kind.from_pretrained(path, config=config, **how, **source)
-    finally:
-        if has_bars:
-            logging.enable_progress_bar()
+    with unsharded(), temporarily(logging, _tqdm_active=False):
+        model, info = kind.from_pretrained(path, config=config, **how, **source)
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
         said = f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors"
         raise ValueError(f"{said}, which Transformers would initialize at random. Restore the files.")
@@ -71,14 +67,11 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
-    """Check that a weight of a model can be trained, that a user's optimizer does, and that TRL trains its adapter."""
+    """Check that a weight of a model can be trained, and that a user's optimizer does."""
     trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
     if not trained:
         said = f"model={get_config_model_id(model.config)!r} would not be trained: no weight requires a gradient"
         raise ValueError(f"{said}. Load an adapter with `is_trainable=True`, or call `model.requires_grad_(True)`.")
-    if hasattr(getattr(model, "get_output_embeddings", lambda: None)(), "lora_A"):
-        fix = "Remove the head from `lora_target_modules`"
-        raise ValueError(f"An adapter is on the LM head, which TRL does not train. {fix}.")
     if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier call of `train`
         return
     if trained.isdisjoint(id(weight) for group in optimizer.param_groups for weight in group["params"]):
