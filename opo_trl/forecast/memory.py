@@ -134,18 +134,16 @@ def memory_plan(run: Run) -> dict[str, dict[str, float]]:
 
 def _states(run: Run) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The table above without the weights: held always, during an update, and during its optimizer step."""
-    trained, b, moments = run.trained, run.trained_width, run.moments
-    part = trained / run.processes
+    trained, b, part = run.trained, run.trained_width, run.trained / run.processes
+    zero = run.sharding.startswith("zero")
+    moments = (8 if zero else 2 * b) if run.moments is None else run.moments
     if run.sharding in ("none", "ddp"):
-        always = {"optimizer": trained * (2 * b if moments is None else moments)}
-        if run.sharding == "ddp":
-            always["buckets"] = trained * b
         gradients = {"gradients": trained * b}
-        return always, gradients, gradients
+        return {"optimizer": trained * moments, "buckets": trained * b * (run.sharding == "ddp")}, gradients, gradients
     if run.sharding == "fsdp2":
-        always = {"optimizer": part * (2 * b if moments is None else moments)}
-        return always, {"gradients": max(run.compute * trained, b * part)}, {"gradients": b * part}
-    always = {"optimizer": part * (4 + (8 if moments is None else moments))}
+        gradients = {"gradients": max(run.compute * trained, b * part)}
+        return {"optimizer": part * moments}, gradients, {"gradients": b * part}
+    always = {"optimizer": part * (4 + moments)}
     buckets = (run.bucket + min(run.bucket, trained)) * b
     flat = {"float32 gradients": (4 + (b if b < 4 else 0)) * part}
     if run.sharding == "zero3":

@@ -67,7 +67,7 @@ def _memory(trainer: Any) -> str:
 
 def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
-    args, config, sharding = trainer.args, trainer.model.config, _sharding(trainer)
+    args, model, sharding = trainer.args, trainer.model, _sharding(trainer)
     prompt, completion = _row_tokens(trainer)
     half = trainer.accelerator.mixed_precision != "no"
     plugin = trainer.accelerator.state.deepspeed_plugin
@@ -83,18 +83,17 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
             return n, n * width
         return n, n * (4 if masters and p.requires_grad else p.element_size())
 
-    counted, total = map(sum, zip(*map(size, trainer.model.parameters()), strict=True))
-    sizes = [size(p) for p in trainer.model.parameters() if p.requires_grad]
-    trained, trained_bytes = map(sum, zip(*sizes, strict=True)) if sizes else (0, 0.0)
+    counted, total = map(sum, zip(*map(size, model.parameters()), strict=True))
+    trained, trained_bytes = map(sum, zip(*(size(p) for p in model.parameters() if p.requires_grad), strict=True))
     if not zero and not masters:
-        width = trainer.model.get_input_embeddings().weight.element_size()
-    trained_width = trained_bytes / max(trained, 1)
+        width = model.get_input_embeddings().weight.element_size()
+    trained_width = trained_bytes / trained
     moment_width = 1 if "8bit" in args.optim else 4 if zero else trained_width
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
     bucket = zero.get("reduce_bucket_size", 5e8)
     return memory.memory_plan(
         memory.Run(
-            memory.decoder(config),
+            memory.decoder(model.config),
             parameters=counted,
             trained=trained,
             total=total,
@@ -105,7 +104,7 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
             processes=args.world_size,
             moments=0 if args.optim == "sgd" else 2 * moment_width,  # unknown optimizers count as AdamW
             # "auto" is what Transformers fills in.
-            bucket=config.get_text_config().hidden_size ** 2 if bucket == "auto" else float(bucket),
+            bucket=model.config.get_text_config().hidden_size ** 2 if bucket == "auto" else float(bucket),
             live=float(zero.get("stage3_max_live_parameters", 1e9)),
             rows=trainer._planner.most_rows(prompt + completion),
             prompt=prompt,
