@@ -9,7 +9,6 @@ counter or log entry, training continues from its own random state, and its envi
 
 import math
 import random
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -163,11 +162,11 @@ def _twin(trainer: "GRPOTrainer") -> Any:
 
 def _emptied(records: Any) -> Any:
     """A new, empty container of the same type and limit; a dictionary keeps its fixed keys."""
-    if isinstance(records, defaultdict):
-        return defaultdict(records.default_factory)
-    if isinstance(records, deque):
-        return deque(maxlen=records.maxlen)
-    return {name: _emptied(kept) for name, kept in records.items()}
+    if type(records) is dict:
+        return {name: _emptied(kept) for name, kept in records.items()}
+    empty = copy(records)
+    empty.clear()
+    return empty
 
 
 def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

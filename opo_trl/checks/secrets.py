@@ -62,12 +62,9 @@ class Masked:
         plain = {name: mask(value, name) for name, value in vars(self).items() if isinstance(value, str | dict)}
         return {**vars(self), **plain}
 
-    def __copy__(self):  # Python would copy the masked state
+    def __copy__(self, memo: Any = None):  # Python would copy the masked state
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
+        vars(other).update(vars(self) if memo is None else copy.deepcopy(vars(self), memo))
         return other
 
-    def __deepcopy__(self, memo):
-        memo[id(self)] = other = copy.copy(self)
-        vars(other).update(copy.deepcopy(vars(self), memo))
-        return other
+    __deepcopy__ = __copy__
