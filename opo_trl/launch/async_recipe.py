@@ -8,7 +8,6 @@ import asyncio
 import copy
 import inspect
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Annotated, Any, cast
 
 import torch
@@ -77,14 +76,10 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         ends: Any = {"eos_token_id": self.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
         length, temperature = args.max_completion_length, float(args.temperature)
         self.generation_config = GenerationConfig(max_new_tokens=length, temperature=temperature, **unfiltered, **ends)
-
-    @cached_property
-    def plan(self) -> str:
-        """The plan, printed when training starts."""
-        args, groups = self.args, f"{self.args.num_generations} completions per prompt"
         updates = f"each trained on {args.num_iterations} times; weights are sent every {args.weight_sync_steps} steps"
+        rollout = f"{args.num_generations} completions per prompt, {updates}"
         objective = self.policy_objective.describe_objective()
-        return f"{self._name} training plan\n  rollout    {groups}, {updates}\n  objective  {objective}"
+        self.plan = f"{self._name} training plan\n  rollout    {rollout}\n  objective  {objective}"
 
     def train(self, *args, **kwargs):
         """As in TRL, after the plan is printed."""
