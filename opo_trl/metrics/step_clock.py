@@ -62,14 +62,10 @@ class StepClock(TrainerCallback):
         return {name: value / steps for name, value in seconds.items()}
 
     def _enter(self, name: str | None) -> None:
-        now = self._now()
+        now: Any = time.perf_counter()
+        if self._on_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
         if self._phase is not None:
             self._laps.append((self._phase, self._since, now))
         self._phase, self._since = name, now
-
-    def _now(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -39,15 +39,6 @@ class Diagnostic:
         span = f"{self.low:g} to {self.high:g}" if least and most else ""
         return f"{span or (f'at least {self.low:g}' if least else f'at most {self.high:g}')}{_RANGES[self.fact]}"
 
-    def sentence(self, facts: Mapping[str, float]) -> str:
-        """What the log says, without a full stop."""
-        return _SENTENCES[self.name].format_map(facts)
-
-    def advice(self, side: str) -> tuple[str, str]:
-        """What a value below (`"<"`) or above (`">"`) the bound means, and what to try; empty if there is no bound."""
-        meaning, _, remedy = _ADVICE.get(f"{self.name} {side}", "").partition(". ")
-        return meaning, remedy
-
 
 def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     """The table for a run with these settings."""
@@ -281,8 +272,8 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
     if math.isnan(value):
         return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
     side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
-    meaning, remedy = diagnostic.advice(side)
-    said = f"{diagnostic.sentence(found)}: {meaning}" if side else diagnostic.sentence(found)
+    meaning, _, remedy = _ADVICE.get(f"{diagnostic.name} {side}", "").partition(". ")
+    said = _SENTENCES[diagnostic.name].format_map(found) + (f": {meaning}" if side else "")
     lost = not learns and not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
     return Verdict(metric, f"{said}.", not side, remedy, points, diagnostic.range(), lost)
 
