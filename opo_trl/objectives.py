@@ -51,13 +51,11 @@ class GRPO(Objective):
     takes_sampler_ratios = True  # as factors of the losses of tokens
 
     @property
-    def clips(self) -> str | None:
+    def level(self) -> str:
+        """Whether the ratio is of a `"token"`, or of a `"sequence"`: the geometric mean over it."""
         return self.args.importance_sampling_level
 
-    @property
-    def of_completions(self) -> bool:
-        """Whether the ratio is the geometric mean over a completion."""
-        return self.args.importance_sampling_level == "sequence"
+    clips = level
 
     def loss(self, samples: Samples) -> Loss:
         ratio, advantage = self.ratio(samples), samples.spread(samples.target)
@@ -74,7 +72,7 @@ class GRPO(Objective):
     def ratio(self, samples: Samples) -> Tensor:
         """The ratio π/π_k: of tokens, `[B, T]`, or of completions, `[B, 1]`."""
         log_ratios = samples.token_log_ratios
-        if self.of_completions:
+        if self.level == "sequence":
             log_ratios = samples.spread(samples.sum(log_ratios) / samples.length)
         return log_ratios.exp()
 
@@ -109,7 +107,7 @@ class GRPO(Objective):
 class GSPO(GRPO):
     """GSPO: GRPO with the ratio of completions."""
 
-    of_completions, clips = True, "sequence"
+    level = clips = "sequence"
 
 
 class DAPO(GRPO):
@@ -158,7 +156,7 @@ class VESPO(GRPO):
     """VESPO's gamma weight of completions, of which the sampler's importance weights are a part."""
 
     fields = frozenset({"vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"})
-    of_completions = False
+    level = "token"
     reduction = "sum"
     range, clips = (0.0, math.inf), None
     takes_sampler_ratios = False
@@ -185,10 +183,10 @@ class TOPR(Objective):
     REINFORCE with the tapered importance weights of TOPR (Le Roux et al., 2025, arXiv 2503.14286): `-w · g · Delta`.
 
     The push g is `args.push` of the completion, and w the ratio pi / pi_k of all of it (`log_ratio_reduction: mean`:
-    the geometric mean over its tokens), without gradient, within
-    `args.positive_bounds` where g is positive and within `args.negative_bounds` where it is negative. TOPR's weights
-    are 1 and the ratio up to 1. With `[0, 2]` for both and the push r − r̄, this is truncated REINFORCE, with the
-    gradient of the expected reward, `-E_pi[r]`, as long as the ratio is at most 2. Nothing pulls the policy back.
+    the geometric mean over its tokens), without gradient, within `args.positive_bounds` where g is positive and within
+    `args.negative_bounds` where it is negative. TOPR's weights are 1 and the ratio up to 1. With `[0, 2]` for both and
+    the push r − r̄, this is truncated REINFORCE, with the gradient of the expected reward, `-E_pi[r]`, as long as the
+    ratio is at most 2. Nothing pulls the policy back.
     """
 
     fields = frozenset(

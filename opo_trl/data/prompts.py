@@ -70,14 +70,10 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     or, without it, `prompt`. If no row is left, this raises a `ValueError`.
     """
     name = "problem" if "problem" in training.column_names else "prompt"
-    seen = {without_space(problem) for problem in training[name]}
-    overlap = {i: shown(text) for i, text in enumerate(held_out[name]) if without_space(text) in seen}
+    trained, held = (["".join(str(problem).split()) for problem in rows[name]] for rows in (training, held_out))
+    seen = {*trained}
+    overlap = {i: shown(held_out[name][i]) for i, text in enumerate(held) if text in seen}
     return _without(held_out, overlap, "of the held-out set are in the training set")
-
-
-def without_space(problem: Any) -> str:
-    """What makes two problems the same."""
-    return "".join(str(problem).split())
 
 
 def tokenize_prompts(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
@@ -11,11 +11,7 @@ from ..trl import temporarily
 from .errors import CountingReward, RewardError, numbers, told
 
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
-
-
-def checked(trainer: "GRPOTrainer") -> AbstractContextManager[None]:
+def checked(trainer: Any) -> AbstractContextManager[None]:
     """
     Within this context, failures of a trainer's reward functions raise a [`RewardError`] that names the function.
 
