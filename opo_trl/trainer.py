@@ -6,16 +6,13 @@ A step, in its order:
 1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed (`rollout.prompts`,
    `rollout.rows`).
 2. A rollout: TRL generates and scores; dynamic sampling replaces zero-variance groups; `_finish_rollout` gives each
-   sample its target, once, over all processes and after overrides of `_generate_and_score_completions`. TRL's pass
-   for the behaviour policy's log-probabilities is left out: only some samples need them, in the shape of their
-   micro-batch.
-3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step; those of off-policy steps get the behaviour
-   policy's log-probabilities. `training_step` passes them through `compute_loss`, one after the other.
+   sample its target. TRL's pass for the behaviour policy's log-probabilities is left out.
+3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step. Those that need the behaviour policy's
+   log-probabilities get them here, in the shape of their micro-batch.
 4. The loss: the objective's of each sample, and what TRL's options add. It is a plain sum over samples, so that it
    does not depend on how they are split into micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
-6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`). A
-   step whose gradient is not finite is skipped (`rollout.skipped_steps`).
+6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`).
 """
 
 import math
@@ -42,6 +39,7 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 from .checks.text import printable
@@ -124,13 +122,10 @@ class OPOTrainer(GRPOTrainer):
     }
 
     objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
-    pad_to_multiple_of: int | None
     config_class: type[OPOConfig] = OPOConfig
     args: OPOConfig
     model: Any  # a PreTrainedModel, or PEFT's wrapper around one
     policy_objective: Objective
-    num_generations: int
-    num_generations_eval: int
 
     # Numbers, and dictionaries of numbers, that a checkpoint holds.
     _saved_numbers: tuple[str, ...] = (
@@ -293,7 +288,8 @@ class OPOTrainer(GRPOTrainer):
         super()._run_epoch(**named)
 
     def _get_train_sampler(self, dataset=None):
-        self._sampler = EpochSampler.of(super()._get_train_sampler(dataset))
+        with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
+            self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset))
         return self._sampler
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):

@@ -116,7 +116,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
     "accelerate.PartialState": {"wait_for_everyone": ()},
     "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},
-    "trl.trainer.grpo_trainer": {"create_model_from_path": ("model_id",)},  # of the reference
+    "trl.trainer.grpo_trainer": {"create_model_from_path": ("model_id",), "RepeatSampler": None},  # we replace these
     "trl.generation.vllm_generation.VLLMGeneration": {
         "generate": (),  # we wrap these two
         "sync_weights": (),

@@ -102,9 +102,9 @@ def _precision(trainer: Any) -> float:
 
 def reject_other_widths(args: Any) -> None:
     """Reject fields by which a completion is scored in batches of several widths, for a model that depends on them."""
-    fields = {"max_staleness": 0, "rollouts": None, "max_tokens_per_micro_batch": None}
-    for name in (name for name, default in fields.items() if getattr(args, name, default) != default):
-        said = f"{name}={getattr(args, name)!r} needs a model whose log-probabilities do not depend on padding"
-        raise ValueError(f"{said}, as this one's do. Remove `{name}`, or train a model such as Llama or Qwen.")
-    if getattr(args, "plan_micro_batches", False):
+    for name in ("max_staleness", "rollouts", "max_tokens_per_micro_batch"):
+        if value := getattr(args, name):
+            said = f"{name}={value!r} needs a model whose log-probabilities do not depend on padding, as this one's do"
+            raise ValueError(f"{said}. Remove `{name}`, or train a model such as Llama or Qwen.")
+    if args.plan_micro_batches:
         logger.warning("The model's log-probabilities depend on padding, so `plan_micro_batches` has no effect.")

@@ -29,13 +29,6 @@ class EpochSampler(RepeatSampler):
 
     epoch = 0  # of the next iteration
 
-    @classmethod
-    def of(cls, sampler: RepeatSampler) -> "EpochSampler":
-        """A sampler of the same prompts."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(sampler))
-        return made
-
     def __iter__(self) -> Iterator[int]:
         if self.shuffle:
             self.generator.manual_seed(self.seed)
