@@ -101,7 +101,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         ("args", "state", "control"),
     ),
     "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
-    "transformers.PreTrainedModel": {"_supports_attention_backend": None},
+    "transformers.PreTrainedModel": {"is_backend_compatible": ()},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
     "transformers.utils.logging": {"_tqdm_active": None},

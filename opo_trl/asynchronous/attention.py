@@ -11,19 +11,11 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from trl.experimental.async_grpo import async_grpo_trainer, packing
 
 from ..trl import temporarily
-
-
-def check_model(model: torch.nn.Module) -> None:
-    """Check that Transformers can choose a model's attention; or a `ValueError`."""
-    inner = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
-    if not inner._supports_attention_backend:
-        said = f"{type(inner).__name__} has an attention of its own, which would mix the samples of a micro-batch"
-        raise ValueError(f"{said}. Train it with `trainer: opo` (`OPOTrainer`), or another model.")
 
 
 @contextmanager

@@ -11,14 +11,13 @@ completions are written by a policy that is a given number of versions old.
 
 import asyncio
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Generator, Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample
 
 from ..fields import require
@@ -60,11 +59,10 @@ class InProcessLoop(OPORolloutLoop):
         for start in range(0, len(work), size):
             (group, row), finished = work[start], tasks[start : start + size]
             columns = {name: [row[name]] * size for name in row.keys() - {"prompt", "completion", "completion_ids"}}
-            texts, tokens, rows, calls, failures, rewards = map(
-                list, zip(*(t.result() for t in finished), strict=True)
-            )
-            first = [row["prompt"]] * size, columns, texts, tokens, rows, calls, failures
-            samples += await self._score_group(RolloutGroup(*first, self.model_version, group, [None] * size, rewards))
+            *parts, rewards = map(list, zip(*(task.result() for task in finished), strict=True))
+            values: list[Any] = [[row["prompt"]] * size, columns, *parts, self.model_version, group]
+            values += [[None] * size, rewards]
+            samples += await self._score_group(RolloutGroup(*values))
         return samples
 
     def _sample(self, prompts: list[list[int]]) -> Iterator[tuple[list[int], list[float]]]:
@@ -119,15 +117,7 @@ class InProcessWorker:
     """
 
     def __init__(
-        self,
-        model: str,
-        args: AsyncOPOConfig,
-        train_dataset: Dataset,
-        reward_funcs: Callable | list[Callable],
-        processing_class: PreTrainedTokenizerBase,
-        *,
-        tools: list[Callable] | None = None,
-        staleness: int = 0,
+        self, model, args: AsyncOPOConfig, train_dataset, reward_funcs, processing_class, *, tools=None, staleness=0
     ):
         wanted = f"at least {staleness}, the staleness of this worker, which would drop every completion"
         require(staleness <= args.max_staleness, "max_staleness", args.max_staleness, wanted)

@@ -25,6 +25,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
@@ -109,10 +110,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         worker = options.get("rollout_worker")
         text = worker is not None and not hasattr(worker, "_loop_kwargs")
         if not text and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
-            raise ValueError(
-                "train_dataset has prompts that are text, but asynchronous training applies a chat template. Set each "
-                'to a list of messages, `[{"role": "user", "content": …}]`.'
-            )
+            said = "train_dataset has prompts that are text, but asynchronous training applies a chat template"
+            raise ValueError(f'{said}. Set each to a list of messages, `[{{"role": "user", "content": …}}]`.')
         check_models(model, (), args)
         given: Any = args.model_init_kwargs or {}  # a dict, once parsed
         plain = given.get("attn_implementation") == "sdpa" or args.device.type == "cpu"
@@ -126,7 +125,10 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             super().__init__(model, reward_funcs, args, train_dataset, **options)
             if isinstance(self.rollout_worker, AsyncRolloutWorker):
                 check_logprobs(self.vllm_client, args.temperature)
-        attention.check_model(self.model)
+        inner = next(module for module in self.model.modules() if isinstance(module, PreTrainedModel))
+        if not inner.is_backend_compatible():  # Transformers cannot choose its attention
+            said = f"{type(inner).__name__} has an attention of its own, which would mix the samples of a micro-batch"
+            raise ValueError(f"{said}. Train it with `trainer: opo` (`OPOTrainer`), or another model.")
         # An adapter that is sent as it is (`_lora_sync`) is not merged.
         self._frozen_base = nullcontext() if self._lora_sync else FrozenBase(self.model)
         self._dtypes = {name: parameter.dtype for name, parameter in _iter_vllm_named_params(self.model)}
@@ -145,10 +147,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
             # TRL's bound on the steps of an epoch, which must never be reached, counts each sample once, in full rows.
             args.max_steps *= args.num_iterations * 32
         self._syncs, self._synced_at = 0, 0  # synchronizations of weights so far, and optimizer step of the last
-        if (sent := getattr(self.rollout_worker, "_loop_kwargs", None)) is not None:
-            sent["opo"] = kind(args)  # to the worker's process
-            sent["vocab_size"] = self.model.config.get_text_config().vocab_size
-            sent.setdefault("eos_token_ids", self.eos_token_ids)
+        self._sent: dict = getattr(self.rollout_worker, "_loop_kwargs", {})  # to the worker's process
+        self._sent |= {"opo": kind(args), "vocab_size": self.model.config.get_text_config().vocab_size}
+        self._sent.setdefault("eos_token_ids", self.eos_token_ids)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -168,11 +169,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         that was not collated: it would skip prompts that were fetched ahead, and repeat all that came after a gap.
         """
         self._trained_groups, self._last_groups_trained, self._groups_before_resume = set(trained), len(trained), 0
-        options = getattr(self.rollout_worker, "_loop_kwargs", None)
-        if options is not None:
-            options |= {"trained": frozenset(trained)}
-            if "dataset_start_index" in options:  # of TRL's worker, which generates out of order
-                options |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
+        self._sent["trained"] = frozenset(trained)
+        if "dataset_start_index" in self._sent:  # of TRL's worker, which generates out of order
+            self._sent |= {"dataset_start_index": 0, "epochs": self._epoch_stop_groups or 0}
 
     def _streaming_iter(self):
         """The weights, as the server has been told of them: DeepSpeed and FSDP2 cast them after that."""
