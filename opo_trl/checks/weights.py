@@ -1,12 +1,12 @@
 """Checks of a model's weights: its files hold every tensor of the model, and training moves one of them."""
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import transformers
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import patch_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import deepspeed
 from transformers.utils import logging
@@ -20,7 +20,6 @@ _SOURCE = (
     *("revision", "cache_dir", "token", "subfolder", "variant", "local_files_only", "use_safetensors"),
     *("trust_remote_code", "key_mapping"),
 )
-_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: bool = False) -> None:
@@ -82,11 +81,6 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 @contextmanager
 def unsharded() -> Iterator[None]:
     """Load whole models on every process. Under ZeRO-3 Transformers shards them, under FSDP one process reads them."""
-    zero3, efficient = deepspeed._hf_deepspeed_config_weak_ref, os.environ.pop(_RAM_EFFICIENT, None)
-    deepspeed.unset_hf_deepspeed_config()
-    try:
+    zero3 = temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
+    with zero3, patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
         yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = zero3
-        if efficient is not None:
-            os.environ[_RAM_EFFICIENT] = efficient
