@@ -185,13 +185,10 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     prompts, completions, rewards = scored[-1]
     start = twin.accelerator.process_index * len(rows)
     own = rewards[start : start + len(rows), 0].tolist()
+    shown = (map(strip_images_from_messages, part) for part in (prompts, completions))
     return [
-        {
-            "prompt": strip_images_from_messages(prompt),
-            "completion": strip_images_from_messages(completion),
-            "reward": reward if math.isfinite(reward) else None,
-        }
-        for prompt, completion, reward in zip(prompts, completions, own, strict=True)
+        {"prompt": prompt, "completion": completion, "reward": reward if math.isfinite(reward) else None}
+        for prompt, completion, reward in zip(*shown, own, strict=True)
     ]
 
 
