@@ -3,7 +3,6 @@
 import gc
 import os
 import platform
-import subprocess
 import sys
 import time
 import traceback
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 
 from opo_trl.checks.files import read_json, write_json
+from opo_trl.launch.output_dir import git_commit
 
 
-COMMIT = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 
 
@@ -34,7 +33,7 @@ def origin() -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
         "versions": {name: version(name) for name in PACKAGES},
-        "git_commit": subprocess.run(COMMIT, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip(),
+        "git_commit": git_commit(Path(__file__).parent),
     }
 
 

@@ -137,7 +137,7 @@ def run(ready: Run) -> None:
     is_main = trainer.accelerator.is_main_process
     if is_main:
         output_dir.claim(args, checkpoint)
-        output_dir.write_description(folder, recipe=ready.recipe, settings=ready.settings)
+        output_dir.write_description(folder, recipe=ready.recipe, settings=ready.settings, seed=args.seed)
         files.write(folder / run_folder.PLAN, trainer.plan + "\n")
     before = ReportBefore(trainer, data.report, script.report_samples, summary)
     trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar

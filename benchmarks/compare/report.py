@@ -90,7 +90,7 @@ _PACKAGES = ("opo-trl", "trl", "transformers", "torch", "accelerate", "datasets"
 
 
 def versions(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A table of the versions in the `environment.json` that runs once had, listing every value if runs differ."""
+    """A table of the versions in the runs' `environment.json`, listing every value if runs differ."""
     rows = []
     for environment in environments:
         own = {key: environment.get(key) for key in ("git_commit", "python", "platform")}

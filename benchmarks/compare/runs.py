@@ -10,6 +10,7 @@ from typing import Any
 from opo_trl.checks.files import read_json
 from opo_trl.checks.text import one_line
 from opo_trl.report.run_folder import (
+    ENVIRONMENT,
     LOG,
     RECIPE,
     SETTINGS,
@@ -76,7 +77,7 @@ def read_run(folder: Path) -> Run:
         label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),
         seed=settings["seed"],
         settings=settings,
-        environment=read_json(folder / "environment.json"),
+        environment=read_json(folder / ENVIRONMENT),
         summary=read_summary(folder),
         log=log,
     )

@@ -2,16 +2,21 @@
 
 import logging
 import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from ..checks import files
-from ..checks.secrets import mask
+from ..checks.secrets import mask, mask_words
 from ..config import CONTENT, OPOConfig
-from ..report.run_folder import RECIPE, SETTINGS, is_finished, is_run, read_settings
+from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
 from ..rollout.checkpoint import LAST, fault, last_complete, load_state, resolve
 from ..rollout.elastic import CUT, fitting
 
@@ -87,7 +92,27 @@ def claim(args: OPOConfig, checkpoint: str | None) -> None:
         (folder / "completions").mkdir(exist_ok=True)  # TRL's trainer has made it before
 
 
-def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write `settings.json` and `recipe.yaml`, without secrets."""
+def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
+    """Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets."""
     files.write_json(folder / SETTINGS, mask(settings))  # first: from now on, it is a run's folder
     files.write(folder / RECIPE, yaml.safe_dump(mask(recipe), sort_keys=False, allow_unicode=True))
+    environment = {
+        "seed": seed,
+        "command": mask_words(sys.argv),
+        "git_commit": git_commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
+        "packages": dict(sorted((found.name, found.version) for found in distributions() if found.name)),
+    }
+    files.write_json(folder / ENVIRONMENT, environment)
+
+
+def git_commit(folder: Path) -> str | None:
+    """Commit of a folder's checkout, with `-dirty` appended if files differ; `None` outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):  # no git, or a file system that is too slow for it
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

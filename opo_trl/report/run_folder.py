@@ -1,8 +1,9 @@
 """
-The folder of a run: its recipe, log and results.
+The folder of a run: its recipe, environment, log and results.
 
     recipe.yaml          the recipe as run, with command-line overrides: `opo-trl train --config` repeats the run
     settings.json        every setting with its resolved value
+    environment.json     versions of all packages, hardware, seed, git commit, command
     plan.txt             the plan printed when training started
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, over training
@@ -18,7 +19,7 @@ from typing import Any
 from ..checks import files
 
 
-RECIPE, SETTINGS = "recipe.yaml", "settings.json"
+RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
 PLAN, LOG, COMPLETIONS, SUMMARY = "plan.txt", "log.jsonl", "completions.jsonl", "summary.json"
 CHANGED_RATE = "resumed/learning_rate"  # metric: the learning rate of a run from here on, if another than before
 

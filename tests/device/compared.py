@@ -263,9 +263,10 @@ def shortened(folder: Path, recipe: str, **changes: Any) -> list[str]:
     return ["--config", str(RECIPES / "arithmetic" / f"{recipe}.yaml"), *words]
 
 
-def assert_complete(run: Path, *, steps: int) -> None:
+def assert_complete(run: Path, *, steps: int, devices: int) -> None:
     """A run's folder holds its log, both accuracies, the report and the model."""
     log, summary = read_lines(run / "log.jsonl"), read_json(run / "summary.json")
+    assert read_json(run / "environment.json")["devices"] == ["NVIDIA Fake"] * devices
     assert [line["step"] for line in log if "grad_norm" in line] == list(range(1, steps + 1))
     assert [line["step"] for line in log if "validation/accuracy" in line] == list(range(0, steps + 1, 2))
     cells = [cell for time in ("before", "after") for level in summary[time].values() for cell in level.values()]

@@ -179,4 +179,4 @@ def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
     given = shortened(tmp_path / "run", "async/opo", **asynchronous)
     assert main(given) == 0
     assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
-    assert_complete(tmp_path / "run", steps=5)
+    assert_complete(tmp_path / "run", steps=5, devices=1)

@@ -124,7 +124,7 @@ def succeed(arguments: list[str]) -> None:
 def test_recipe_is_trained_evaluated_and_reported(tmp_path, library):
     given = shortened(tmp_path / "run", "opo")
     call(succeed, given, processes=2, devices=2, library=library, folder=tmp_path)
-    assert_complete(tmp_path / "run", steps=4)
+    assert_complete(tmp_path / "run", steps=4, devices=2)
 
 
 @pytest.mark.device(processes=1, devices=2)

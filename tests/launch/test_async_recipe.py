@@ -44,7 +44,7 @@ def run(tmp_path_factory) -> Path:
 
 def test_run_has_what_other_trainers_write(run):
     assert {path.name for path in run.iterdir()} >= {
-        *("recipe.yaml", "settings.json", "plan.txt", "log.jsonl"),
+        *("recipe.yaml", "settings.json", "environment.json", "plan.txt", "log.jsonl"),
         *("completions.jsonl", "summary.json", "report.html", "checkpoint-4", "model.safetensors"),
     }
     log = read_lines(run / "log.jsonl")

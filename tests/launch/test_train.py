@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import redirect_stdout
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
     assert {path.name for path in run.iterdir()} >= {
         "recipe.yaml",
         "settings.json",
+        "environment.json",
         "log.jsonl",
         "completions.jsonl",
         "summary.json",
@@ -64,6 +66,10 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
     completions = read_lines(run / "completions.jsonl")
     assert {line["step"] for line in completions} == {0, 2, 4}
     assert all(line["prompt"].endswith("=") and line["reward"] in (0.0, 1.0) for line in completions)
+    described = read_json(run / "environment.json")
+    assert described["seed"] == 42
+    assert described["packages"]["trl"] == version("trl")
+    assert "git_commit" in described
     summary = read_json(run / "summary.json")
     for time in ("before", "after"):
         assert {(level, decoding) for level in summary[time] for decoding in summary[time][level]} == {

@@ -58,6 +58,7 @@ def write_run(folder: Path, log: list[dict], settings: dict = SETTINGS, summary:
     (folder / "recipe.yaml").write_text("alpha: 0.4\n")
     (folder / "plan.txt").write_text("OPO training plan\n  rollout    8 prompts × 6 completions = 48\n")
     write_json(folder / "settings.json", settings)
+    write_json(folder / "environment.json", {"python": "3.11.7", "devices": ["cpu"], "packages": {"trl": "1.16.0"}})
     append_lines(folder / "log.jsonl", log)
     if summary is not None:
         write_json(folder / "summary.json", summary)
