@@ -46,7 +46,6 @@ class GRPO(Objective):
 
     fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high", "delta"})
     pulls_back = False
-    log_ratio_reduction = "sum"
     reduction = "mean"
     takes_sampler_ratios = True  # as factors of the losses of tokens
 

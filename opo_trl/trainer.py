@@ -61,6 +61,7 @@ from .rollout.replay import ReplayBuffer
 from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
 from .rollout.scored import count_failures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
+from .rollout.vllm_server import watched
 
 
 logger = get_logger(__name__)
@@ -140,8 +141,6 @@ class OPOTrainer(GRPOTrainer):
         "_skipped.moved_at",
     )
 
-    _is_spent = False  # whether the run is resumed from a checkpoint that spends `max_completions`
-    _resumed_at: tuple[int, int] | None = None  # in a stream: passes over it, and micro-steps of the next
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
     _evaluated: list[Tensor]  # rewards of each batch of an evaluation
@@ -190,8 +189,6 @@ class OPOTrainer(GRPOTrainer):
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
-                from .rollout.vllm_server import watched
-
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
 
@@ -254,6 +251,7 @@ class OPOTrainer(GRPOTrainer):
         check_trainable(self.model, self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)
+        # Whether the checkpoint spends `max_completions`; and, in a stream, passes over it and micro-steps of the next
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
         self._resumed_at = None if state is None else checkpoint.place_in_stream(self.args, state)
         self._begin()
@@ -553,9 +551,12 @@ class OPOTrainer(GRPOTrainer):
         self._check_padding(*_whole(steps[0]))
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
-        steps = [{**rows, "opo_idle": self._idle(rows)} for rows in steps]
-        if self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
-            for rows in (rows for rows, policy in zip(steps, on_policy, strict=True) if policy):
+        for rows, policy in zip(steps, on_policy, strict=True):
+            mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
+            # Which samples have no gradient while the policy is the behaviour policy
+            idle = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
+            rows["opo_idle"] = idle & rows["opo_own"].bool()
+            if policy and self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
                 rows.pop("old_per_token_logps", None)
         skippable = (self._zero_gradient(rows, policy) for rows, policy in zip(steps, on_policy, strict=True))
         planned = []
@@ -579,12 +580,6 @@ class OPOTrainer(GRPOTrainer):
                 micro_batch["opo_valid"] = micro_batch["opo_valid"] & ~micro_batch["opo_filler"]
             planned += spread(cut, len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size)
         return [[]] * (self.args.steps_per_generation - len(planned)) + planned
-
-    def _idle(self, rows: Mapping[str, Any]) -> Tensor:
-        """Samples, bool `[B]`, without a gradient while the policy is the behaviour policy."""
-        mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
-        found = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-        return found & rows["opo_own"].bool()
 
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that a plan can leave out, as TRL's options give them no gradient either."""

@@ -78,5 +78,5 @@ class ReplayBuffer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of [`~ReplayBuffer.state_dict`], or from an empty one."""
         for kept, name in ((self.rollouts, "rollouts"), (self.useful, "useful")):
-            kept.clear()  # an earlier call of `train` may have left some
+            kept.clear()
             kept.extend(state.get(name, ()))
