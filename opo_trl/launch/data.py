@@ -50,6 +50,9 @@ def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrained
         options, limit = cast(dict, args.chat_template_kwargs), script.max_prompt_length
         return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
 
+    for name in args.chat_template_kwargs or ():
+        if name not in str(tokenizer.chat_template):
+            logger.warning(f"{name!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
     if rollouts is None:
         return _load_problems(script, args, fitting)

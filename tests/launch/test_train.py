@@ -86,6 +86,7 @@ def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
     fields |= {"max_completion_length": 8, "max_completions": 64, "per_device_train_batch_size": 8}
     words = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
     assert main([str(ROOT / "recipes" / "own_data.yaml"), *words]) == 0
+    assert "'enable_thinking' of `chat_template_kwargs` has no effect" in caplog.text
     assert "no completion has a learning signal in the first rollout" in caplog.text
     said = capsys.readouterr()
     assert "wrong    Zero-variance groups held 100% of completions" in said.out
