@@ -10,7 +10,7 @@ counter or log entry, training continues from its own random state, and its envi
 import math
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from statistics import NormalDist, stdev
@@ -192,19 +192,16 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-@contextmanager
-def _decoding(twin: Any, decoding: Decoding) -> Iterator[None]:
+def _decoding(twin: Any, decoding: Decoding) -> AbstractContextManager[None]:
     if decoding == "greedy" and twin.use_vllm:
         engine = twin.vllm_generation
         plain = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
-        with temporarily(engine, temperature=0.0, generation_kwargs=plain):
-            yield
-        return
+        return temporarily(engine, temperature=0.0, generation_kwargs=plain)
     if decoding == "greedy":
         greedy = twin.generation_config = copy(twin.generation_config)
         greedy.do_sample = False
         greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
-    yield
+    return nullcontext()
 
 
 @contextmanager
