@@ -158,7 +158,7 @@ class InProcessWorker:
 
     def get(self, timeout: float) -> RolloutSample:
         """The next sample; if none waits, a rollout is made."""
-        if not self._samples:
+        while not self._samples:  # OPO's loop ends the run if no group has any
             self._samples += self._produce()
         return self._samples.pop(0)
 
@@ -171,10 +171,7 @@ class InProcessWorker:
         loop._model_version_value.value = version = max(min(self.policies), self.version - self.staleness)
         loop.policy.load_state_dict(self.policies[version], strict=False)  # tied weights are not sent twice
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        samples: list[RolloutSample] = []
-        while not samples:  # OPO's loop ends the run if no group has any
-            samples = loop._loop.run_until_complete(loop.rollout(max(per_step // args.num_generations, 1)))
-        return samples
+        return loop._loop.run_until_complete(loop.rollout(max(per_step // args.num_generations, 1)))
 
     # As a weight transfer
 
