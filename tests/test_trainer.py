@@ -12,7 +12,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-import torch
 from datasets import Dataset
 from helpers import (
     PROMPTS,
@@ -24,7 +23,6 @@ from helpers import (
     make_trainer,
     norm,
     relative_error,
-    snapshot,
     trained,
 )
 from transformers import AutoModelForCausalLM
@@ -98,29 +96,6 @@ def test_group_with_one_scored_completion_has_neither_signal_nor_nan(tiny_model,
     assert trainer.rollouts[0].opo_valid.tolist() == [False, False, True, False, True, True, True, True]
     assert trainer.rollouts[0].opo_target[:4].tolist() == [0, 0, 0, 0]
     assert_step_equals(trainer.steps[0], Reference(trainer, script).step(0))
-
-
-def test_unscored_rollout_changes_nothing(tiny_model, tmp_path):
-    trainer = trained(tiny_model, tmp_path, script=Script([None] * 8), max_steps=2)
-    assert all(torch.equal(tensor, trainer.initial[name]) for name, tensor in snapshot(trainer.model).items())
-    assert logged(trainer)[0]["opo/frac_masked"] == 1
-
-
-@pytest.mark.parametrize(
-    ("reward", "options"),
-    [
-        (0.1, {}),
-        (0.7, {"drive_scaling": "group", "alpha": 0.0}),
-        (1 / 3, {"drive_scaling": "batch", "chi2_radius": 0.1}),
-    ],
-)
-def test_equal_rewards_change_nothing(tiny_model, tmp_path, reward, options):
-    # These rewards are not binary fractions, so their float32 mean may differ from them by a rounding error.
-    script = Script([reward] * 24)
-    sizes = {"per_device_train_batch_size": 6, "num_generations": 6}
-    trainer = trained(tiny_model, tmp_path, script=script, **sizes, **options, **OFF_POLICY)
-    assert all(torch.equal(tensor, trainer.initial[name]) for name, tensor in snapshot(trainer.model).items())
-    assert all(norm(step.gradient) == 0 for step in trainer.steps)
 
 
 def test_several_rollouts_in_one_step(tiny_model, tmp_path):
