@@ -27,7 +27,6 @@ from helpers import (
 )
 from transformers import TrainerCallback
 
-from opo_trl.rewards.errors import RewardError
 from opo_trl.rollout.checkpoint import fault, last_complete, resolve
 
 
@@ -207,30 +206,6 @@ def test_a_checkpoint_of_another_version_is_rejected(copy: Path, tiny_model: str
     torch.save(torch.load(path, weights_only=True) | {"format": 2}, path)
     with pytest.raises(ValueError, match=r"checkpoint-2' was saved by another version of opo_trl\. Resume"):
         make_trainer(tiny_model, copy, **REUSE).train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-
-
-def test_trainer_goes_on_from_its_checkpoint_after_an_error_inside_a_step(tiny_model, tmp_path):
-    def run(folder: str, fails_at: int) -> Recording:
-        calls = []
-
-        def reward(completion_ids, **kwargs):
-            calls.append(completion_ids)
-            if len(calls) == fails_at:
-                raise ConnectionError
-            return even_tokens(completion_ids)
-
-        options = {"steps_per_generation": 1, "max_steps": 3, "save_strategy": "steps", "save_steps": 1}
-        arguments = {"reward_funcs": reward, "rollout_func": None}
-        return make_trainer(tiny_model, tmp_path / folder, trainer_arguments=arguments, **options)
-
-    whole = run("whole", 0)
-    whole.train()
-    failing = run("failing", 4)  # in the second of two rollouts of the second step
-    with pytest.raises(RewardError):
-        failing.train()
-    failing.train(resume_from_checkpoint="last")
-    assert [*map(without_times, logged(failing))] == [*map(without_times, logged(whole))]
-    assert all(tensor.equal(snapshot(whole.model)[name]) for name, tensor in snapshot(failing.model).items())
 
 
 def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):
