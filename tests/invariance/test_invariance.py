@@ -4,11 +4,9 @@ import functools
 from pathlib import Path
 
 import pytest
-import yaml
 
 from .canonical import Form
 from .classes import CLASSES, ONE, EquivalenceClass, compare, train
-from .launch import CONFIGS, DEVICE_SETTINGS, cpu_version
 
 
 def members():
@@ -42,12 +40,3 @@ def test_member_trains_as_its_reference_does(
 def test_comparison_sees_a_difference(trained, tiny_model: str, tmp_path: Path):
     other = train(Form("another seed", options={"seed": 43}), tiny_model, tmp_path)
     assert compare(other, trained(ONE.name)).parameters > 0.01
-
-
-@pytest.mark.parametrize("config", ["multi_gpu", "zero1", "zero2", "zero3", "fsdp2"])
-def test_configurations_here_are_those_for_gpus_except_for_the_device(config: str):
-    for_gpus = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
-    for_cpus = cpu_version(CONFIGS / f"{config}.yaml", processes=4)
-    assert for_gpus["num_processes"] == for_cpus["num_processes"] == 4
-    assert {name for name in for_gpus if for_gpus[name] != for_cpus[name]} == set(DEVICE_SETTINGS)
-    assert for_gpus["use_cpu"] is False

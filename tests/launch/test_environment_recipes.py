@@ -98,14 +98,8 @@ def test_functions_are_tools_and_a_factory_makes_environments(arguments):
     assert trainer.reward_func_names == ["found_at_all", "Guessing"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"prompt_style": "plain"}, r"need conversations, but the prompts are text.*Set `prompt_style` to 'chat'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_mistake_is_named_before_any_work_starts(arguments, tmp_path, fields, says):
-    with pytest.raises(ValueError, match=says):
-        prepare(arguments(**fields))
+def test_mistake_is_named_before_any_work_starts(arguments, tmp_path):
+    said = r"need conversations, but the prompts are text.*Set `prompt_style` to 'chat'"
+    with pytest.raises(ValueError, match=said):
+        prepare(arguments(prompt_style="plain"))
     assert not any((tmp_path / "run").rglob("*.*"))

@@ -111,13 +111,6 @@ def stand_ins(tmp_path, known) -> Iterator[Job]:
         os.kill(int(process.name), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("path", sorted([*SLURM.glob("*.sbatch"), *SLURM.glob("*.sh")]), ids=lambda path: path.name)
-def test_script_is_valid_shell(path):
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "--external-sources", str(path.relative_to(ROOT))], cwd=ROOT, check=True)
-
-
 def test_training_on_all_nodes(stand_ins, recipe, fields):
     status, errors = stand_ins.run("colocate.sbatch", str(recipe), *fields, SLURM_GPUS_ON_NODE="4")
     assert status == 0, errors
