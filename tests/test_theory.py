@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from benchmarks.objectives.grid import CELLS
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import MAX_WEIGHT, OPO, Samples
 
@@ -28,18 +27,12 @@ def truncated(policy, before, push):
     return before @ (reward * push - MU * penalty)
 
 
-def reward(policy, before, push):
-    return policy @ push
-
-
 CASES = {
     "default": (OPO, {}, False, chi2),
     "default, with several passes": (OPO, {}, True, chi2),
     "default, beyond the bound": (OPO, {}, False, truncated),
     "exact form, with one": (OPO, {"ratio_form": "exact"}, False, chi2),
     "log form, with several": (OPO, {"ratio_form": "log"}, True, reverse_kl),
-    "the ablation's cell": (CELLS["escort-bounded-chi2"], {}, True, chi2),
-    "push alone": (CELLS["escort-bounded-none"], {}, True, reward),
 }
 
 

@@ -36,17 +36,6 @@ def recorded_groups(bench: recorded.Bench) -> list[dict]:
     return [json.loads(line) for line in (bench.output / "recorded-811.jsonl").read_text().splitlines()]
 
 
-def test_log_probabilities_with_shared_prompts_are_those_of_each_completion_alone(bench):
-    for group in recorded_groups(bench):
-        for completion, logp in zip(group["completions"], group["logps"], strict=True):
-            ids = torch.tensor([group["prompt"] + completion])
-            with torch.no_grad():
-                each = (
-                    bench.model(ids.to(bench.device)).logits[0, len(group["prompt"]) - 1 : -1].log_softmax(dim=1).cpu()
-                )
-            assert each[range(len(completion)), completion].sum().item() == pytest.approx(logp, abs=1e-4)
-
-
 @pytest.mark.parametrize("form", recorded.FORMS)
 def test_first_gradients_are_those_of_opo_trainer(bench, tiny_model, tmp_path, form):
     groups = recorded_groups(bench)[:2]
