@@ -89,21 +89,6 @@ def check_each_prompt_once(folder: Path):
     assert {*places} == {group for group in range(last + 1) if group % len(PROMPTS) != UNSCORED}
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_an_epoch_is_every_prompt(tiny_model, tmp_path, passes):
-    """
-    Fifteen prompts with a score, and then one of the next epoch: eight steps of two prompts, in all passes. TRL's
-    bound on the steps of an epoch is below that.
-    """
-    options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": 8, "num_iterations": passes}
-    for resumed in (None, True):  # what is finished trains no more
-        trainer = make(tiny_model, tmp_path, **options, max_tool_calling_iterations=0)
-        trainer.train(resume_from_checkpoint=resumed)
-        assert trainer.state.global_step == 8 * passes
-    assert {group for _, groups in trained_groups(tmp_path) for group in groups} == {*range(17)} - {UNSCORED}
-    assert sum(entry.get("batch/groups_per_step", 0) for entry in trainer.state.log_history) == 16
-
-
 def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_model, tmp_path):
     passes = []
     for steps in (3, 6):
@@ -147,17 +132,20 @@ MOST = {group for group in range(16) if group % 4 != 3}
 
 
 @pytest.mark.parametrize(
-    ("reward", "batch_size", "groups"),
+    ("reward", "batch_size", "groups", "passes"),
     [
-        (lengths_of_most, 6, MOST),  # eight steps, which divide groups
-        (lengths_of_all, 9, {*range(18)}),  # the eighth step has a completion of the last group, and eight others
+        (lengths, 8, {*range(17)} - {UNSCORED}, 2),  # filled with a prompt of the next epoch
+        (lengths_of_most, 6, MOST, 1),  # eight steps, which divide groups
+        (lengths_of_all, 9, {*range(18)}, 1),  # the eighth step has a completion of the last group, and eight others
     ],
 )
-def test_an_epoch_trains_all_scored_completions_once(tiny_model, tmp_path, reward, batch_size, groups):
-    """Unscored prompts, the last among them, are not replaced by others."""
+def test_an_epoch_trains_all_scored_completions_in_every_pass(
+    tiny_model, tmp_path, reward, batch_size, groups, passes
+):
+    """Unscored prompts, the last among them, are not replaced by others. TRL's bound on the steps is below that."""
     options = {"max_steps": -1, "num_train_epochs": 1, "per_device_train_batch_size": batch_size}
-    for resumed in (None, True):
-        trainer = make(tiny_model, tmp_path, reward, **options, max_tool_calling_iterations=0)
+    for resumed in (None, True):  # what is finished trains no more
+        trainer = make(tiny_model, tmp_path, reward, **options, num_iterations=passes, max_tool_calling_iterations=0)
         trainer.train(resume_from_checkpoint=resumed)
-        assert trainer.state.global_step == len(groups) * scripted.G // batch_size
+        assert trainer.state.global_step == len(groups) * scripted.G // batch_size * passes
     assert {group for _, step in trained_groups(tmp_path) for group in step} == groups
