@@ -115,21 +115,6 @@ def run(model, folder, **options):
     return trained(model, folder, script=script, **{"skip_inert_rows": True, **RUN, **options})
 
 
-@pytest.fixture(scope="module")
-def unplanned(tiny_model, tmp_path_factory):
-    """Runs with TRL's micro-batches, by options."""
-    runs = {}
-
-    def of(**options) -> RecordingOPO:
-        key = str(sorted(options.items()))
-        if key not in runs:
-            folder = tmp_path_factory.mktemp("unplanned")
-            runs[key] = run(tiny_model, folder, plan_micro_batches=False, **options)
-        return runs[key]
-
-    return of
-
-
 @pytest.mark.parametrize(
     ("options", "plan"),
     [
@@ -143,8 +128,9 @@ def unplanned(tiny_model, tmp_path_factory):
     ],
     ids=str,
 )
-def test_planned_steps_equal_unplanned_ones(tiny_model, tmp_path, unplanned, options, plan):
-    reference, planned = unplanned(**options), run(tiny_model, tmp_path, **options, **plan)
+def test_planned_steps_equal_unplanned_ones(tiny_model, tmp_path, options, plan):
+    reference = run(tiny_model, tmp_path / "unplanned", plan_micro_batches=False, **options)
+    planned = run(tiny_model, tmp_path / "planned", **options, **plan)
     end, start = snapshot(reference.model), reference.initial
     moved = norm({name: end[name] - start[name] for name in end})
     assert moved > 1e-3
