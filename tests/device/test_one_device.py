@@ -9,6 +9,7 @@ from compared import (
     PASSES,
     ROUNDED,
     WithHostEntry,
+    assert_asynchronous_gradient_is_the_definition,
     assert_complete,
     assert_follows_the_definition,
     assert_resumes_bitwise,
@@ -21,13 +22,7 @@ from compared import (
     shortened,
     to_host,
 )
-from helpers import (
-    EXACT,
-    Script,
-    logged,
-    make_trainer,
-    relative_error,
-)
+from helpers import Script, logged, make_trainer
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -146,18 +141,8 @@ def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
 
 
 def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):
-    options = {"model_init_kwargs": {"attn_implementation": "sdpa"}, "learning_rate": 0.1, "max_steps": 2}
-    options |= {"log_ratio_reduction": "mean", "gradient_accumulation_steps": 3}
-    args = scripted.config(tmp_path, use_cpu=False, **options)
-    groups = scripted.conversations(tiny_model, groups=2)
-    rows = scripted.samples(groups, args)
-    args.per_device_train_batch_size = len(rows) // args.gradient_accumulation_steps
-    trainer = scripted.train(tiny_model, args, rows)
-    check(trainer)
-    for step in trainer.recorder.steps:
-        expected = scripted.reference(tiny_model, step.policy, groups, args)
-        error = relative_error(step.gradient, expected.gradient)
-        assert error < EXACT, error
+    options = {"log_ratio_reduction": "mean", "gradient_accumulation_steps": 3}
+    assert_asynchronous_gradient_is_the_definition(tiny_model, tmp_path, groups=2, parts=3, **options)
 
 
 def test_asynchronous_training_with_the_kernel(tiny_model, tmp_path):

@@ -3,29 +3,23 @@
 import functools
 
 import pytest
-from asynchronous import scripted
 from compared import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
     HalfDead,
+    assert_asynchronous_gradient_is_the_definition,
     assert_complete,
     assert_follows_the_definition,
     assert_resumes_bitwise,
     assert_same_as_on_the_host,
-    check,
     generates,
     on_device,
     shortened,
 )
 from counting import assert_no_more_than_grpo
 from guessing import GAMES, Guessing
-from helpers import (
-    EXACT,
-    Script,
-    logged,
-    relative_error,
-)
+from helpers import Script, logged
 from peft import LoraConfig
 from processes import call
 
@@ -98,18 +92,7 @@ def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
 
 
 def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):
-    args = scripted.config(
-        tmp_path, use_cpu=False, max_steps=2, learning_rate=0.1, model_init_kwargs={"attn_implementation": "sdpa"}
-    )
-    groups = scripted.conversations(tiny_model, groups=4)
-    rows = scripted.samples(groups, args)
-    args.per_device_train_batch_size = len(rows) // 2
-    trainer = scripted.train(tiny_model, args, rows)
-    check(trainer)
-    for step in trainer.recorder.steps:
-        expected = scripted.reference(tiny_model, step.policy, groups, args)
-        error = relative_error(step.gradient, expected.gradient)
-        assert error < EXACT, error
+    assert_asynchronous_gradient_is_the_definition(tiny_model, tmp_path, groups=4, parts=2)
 
 
 def test_an_optimizer_step_waits_and_gathers_no_more_often_than_grpo(tiny_model, tmp_path):
