@@ -61,6 +61,7 @@ def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_
     def interrupt(rollout, trainer):
         if len(trainer.rollouts) == 1:  # between the two micro-steps of the first optimizer step
             trainer._skipped.in_a_row, trainer._reward_failures = 1, {"reward/errors": 1}
+            trainer._metrics["train"]["reward"].append(9.0)
             raise KeyboardInterrupt
 
     options = {"steps_per_generation": 1, "max_sampling_rounds": 2}
