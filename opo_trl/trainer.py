@@ -61,7 +61,6 @@ from .rollout.replay import ReplayBuffer
 from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
 from .rollout.scored import count_failures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
-from .rollout.vllm_server import watched
 
 
 logger = get_logger(__name__)
@@ -189,6 +188,8 @@ class OPOTrainer(GRPOTrainer):
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
+                from .rollout.vllm_server import watched  # only such runs need it
+
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
 
