@@ -104,6 +104,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
     "transformers.PreTrainedModel": {"is_backend_compatible": ()},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},
+    "transformers.utils.logging": {"_tqdm_active": None},
     "trl.GRPOConfig": {"__post_init__": (), "_VALID_DICT_FIELDS": None},
     "trl.TrlParser": {
         "error": ("message",),

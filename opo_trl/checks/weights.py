@@ -9,6 +9,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import patch_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import deepspeed
+from transformers.utils import logging
 from trl.trainer.utils import get_config_model_id
 
 from ..trl import temporarily
@@ -44,7 +45,7 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     kind = AutoModelForSequenceClassification if scores else kind
     source: Any = {name: options[name] for name in _SOURCE if name in options}
     how: Any = {"device_map": "meta", "attn_implementation": "eager", "output_loading_info": True}
-    with unsharded():
+    with unsharded(), temporarily(logging, _tqdm_active=False):  # bars of downloads remain
         model, info = kind.from_pretrained(path, config=config, **how, **source)
     if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
         said = f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors"
