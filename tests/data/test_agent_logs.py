@@ -60,7 +60,7 @@ def episode(key: str, *, nodes=NODES, reward: float = 1.0, ok: bool = True, trai
 
 
 def test_verifiers_with_tokens(tmp_path, caplog):
-    branched = [*NODES, node(0, "assistant", "as a subagent", [13, 50], 1)]
+    branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
     injected = [NODES[0], NODES[1], {**NODES[3], "parent": 1}, {**NODES[3], "parent": 2, "sampled": False}]
     rows = [
         episode("a"),

@@ -126,6 +126,12 @@ def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
     assert poor[0].remedy
 
 
+def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
+    log = scripted(opo__frac_zero_drive=at_end(0.4, 0.81), opo__chi2=lambda share, reused: 90 * reused)
+    poor = {n: [v.metric for v in judge(log, SETTINGS | {"max_staleness": n}) if v.healthy is False] for n in (0, 8)}
+    assert poor == {0: ["opo/chi2"], 8: []}
+
+
 def test_run_without_reward_is_not_called_healthy():
     log = [{**row, "reward": 0.0} for row in scripted(validated=None)]
     assert [verdict.metric for verdict in judge(log, SETTINGS) if verdict.healthy is False] == ["reward"]
