@@ -1,0 +1,78 @@
+"""The beginning that the prompts of a batch have in common, computed once: of worked lines before every problem."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from opo_trl.asynchronous import in_process
+from opo_trl.rollout import shared_prompts
+
+from . import offline
+
+
+def apply() -> None:
+    """In this process, when training with shared prompts and in tasks of `offline`; for models with full attention."""
+    shared_prompts._shared = _shared
+    offline.sample = _sample
+
+
+def _common(prompts: list[list[int]]) -> int:
+    """Tokens that several prompts begin with, at most all but their last."""
+    most = min(map(len, prompts)) - 1
+    return next((place for place in range(most) if len({prompt[place] for prompt in prompts}) > 1), most)
+
+
+def _shared(
+    model: Any,
+    source: Tensor,
+    segment: Tensor,
+    *,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor,
+    position_ids: Tensor,
+    **options: Any,
+) -> Any:
+    """As `shared_prompts._shared`, with all prompts and completions in one row after the common beginning."""
+    is_prompt = (source >= 0) & (segment == 0)
+    prompts = [input_ids.flatten()[own[of_prompt]].tolist() for own, of_prompt in zip(source, is_prompt, strict=True)]
+    beginning = is_prompt & (torch.arange(source.size(1)) < (_common(prompts) if len(prompts) > 1 else 0))
+    kept = (source >= 0) & ~beginning
+    kept[0] |= beginning[0]
+    prompt = torch.arange(len(source)).unsqueeze(1).expand_as(source)[kept]
+    source, segment, beginning = source[kept], segment[kept], beginning[kept]
+    own_completion = (segment.unsqueeze(1) == segment) | (segment == 0)
+    seen = beginning | ((prompt.unsqueeze(1) == prompt) & own_completion)
+    wanted = labels.flatten()[source].unsqueeze(0)
+    outputs = model(
+        input_ids=input_ids.flatten()[source].unsqueeze(0),
+        attention_mask=seen.tril()[None, None],
+        position_ids=position_ids.flatten()[source].unsqueeze(0),
+        labels=wanted,
+        **options,
+    )
+    for name in {"log_probs", "entropy"} & outputs.keys():
+        values = torch.where(wanted != -100, pad(outputs[name], (1, 0)), 0.0).flatten()
+        rows = values.new_zeros(input_ids.numel()).scatter_add(0, source, values)
+        outputs[name] = rows.view(input_ids.shape)[:, 1:]
+    return outputs
+
+
+def _sample(model: Any, prompts: list[list[int]], **options: Any) -> tuple[Tensor, Tensor]:
+    """As `in_process.sample`."""
+    common = _common(prompts)
+    first = torch.tensor([prompts[0][:common]])
+    beginning = model(input_ids=first, use_cache=True, logits_to_keep=1).past_key_values
+    beginning.batch_repeat_interleave(len(prompts))
+
+    def rest(*, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, **inputs: Any) -> Any:
+        return model(
+            attention_mask=pad(attention_mask, (common, 0), value=1),
+            position_ids=position_ids + common,
+            past_key_values=beginning if past_key_values is None else past_key_values,
+            **inputs,
+        )
+
+    return in_process.sample(rest, [prompt[common:] for prompt in prompts], **options)
