@@ -26,6 +26,7 @@ def _of_verifiers(rows: Rows, source: str) -> Rows:
     for episode, trace in usable:
         nodes, scores = trace["nodes"], [score for score in trace["rewards"].values() if score]
         first = next(place for place, node in enumerate(nodes) if node["sampled"])
+        last = next(node for node in reversed(nodes) if node["sampled"])
         temperatures = ((call.get("sampling") or {}).get("temperature") for call in trace["calls"])
         group = (episode.get("group") or {}).get("id") or trace["task"].get("key")
         row: dict[str, Any] = {
@@ -39,7 +40,7 @@ def _of_verifiers(rows: Rows, source: str) -> Rows:
             start, logps = mask.index(True), chain.from_iterable(node["logprobs"] for node in nodes)
             row |= {"prompt_ids": ids[:start], "completion_ids": ids[start:], "completion_mask": mask[start:]}
             row["logprobs"] = [next(logps, None) if own else None for own in mask[start:]]
-            row["completion"] = nodes[-1]["message"].get("content") or ""  # says whether the tokenizer is the model's
+            row["completion"] = last["message"].get("content") or ""  # says whether the tokenizer is the model's
         else:
             row["completion"] = [_turn(node["message"], source) for node in nodes[first:]]
             row["tools"] = [_function(tool, "name", "description", "parameters") for tool in trace["tools"]]
@@ -84,7 +85,10 @@ def _of_verl(rows: Rows, source: str) -> Rows:
 
 def _of_trl(rows: Rows, source: str) -> Rows:
     """`completions_*.parquet`. Weights of rewards are not in there: if there are several, the advantage is taken."""
-    scores = [name for name in rows[0] if name not in ("step", "prompt", "completion", "advantage")]
+    said = "a file of a step at which the run evaluated has those completions, too. Leave it out"
+    logger.warning(f"rollouts={source!r} is of TRL: {said}.")
+    others = rows[0].keys() - {"step", "prompt", "completion", "advantage"}
+    scores = [name for name in others if all(isinstance(row[name], float | None) for row in rows)]
     reward = scores[0] if len(scores) == 1 else "advantage"
     made, last = Rows(), None
     for step, part in groupby(rows, key=itemgetter("step")):

@@ -97,9 +97,16 @@ def _rows(source: str) -> list[dict[str, Any]]:
     from .files import files_of, load_rows
 
     try:
-        files = [*map(str, files_of(Path(os.path.expanduser(source))))] or [source]
+        folder = Path(os.path.expanduser(source))
+        traces = folder.rglob("traces.jsonl")  # of prime-rl, whose `effective` repeats some of `all`
+        other = {"effective", "eval"}
+        found = files_of(folder) or sorted(file for file in traces if not other & {*file.relative_to(folder).parts})
+        files = [*map(str, found)] or [source]
         parts = {file: [*load_rows(file)] for file in files}
         names = [*next((row for rows in parts.values() for row in rows), {})]
+        for file, rows in parts.items():
+            if rows and (odd := ({*rows[0]} ^ {*names}) & {"traces", "group", *KNOWN}):
+                raise ValueError(f"rollouts={source!r}: only one of {files[0]!r} and {file!r} has {min(odd)!r}.")
         reader = next((reader for needed, reader in READERS if {*needed} <= {*names}), None)
         if reader and "completion_ids" not in names:
             parts = {source: reader([row for rows in parts.values() for row in rows], source)}

@@ -36,8 +36,9 @@ class LogFile(TrainerCallback):
         if state.is_world_process_zero:
             for name in (LOG, COMPLETIONS):
                 # A resumed run writes what came after its checkpoint again.
-                kept = read_lines(self.folder / name) if state.global_step else []
-                write_lines(self.folder / name, [line for line in kept if line["step"] <= state.global_step])
+                lines, step = read_lines(self.folder / name) if state.global_step else [], state.global_step
+                kept = [line for line in lines if line["step"] < step + (CHANGED_RATE not in line)]
+                write_lines(self.folder / name, kept)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:

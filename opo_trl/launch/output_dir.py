@@ -43,7 +43,7 @@ def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> di
     wanted, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
     folder = Path(str(last_complete(output_dir) if wanted in LAST else wanted))
     stored = {} if fault(folder) else yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE))
-    if not stored or any(stored.get(name) != recipe.get(name) for name in (*CUT[1:], "generation_batch_size")):
+    if not stored or any(stored.get(name) != recipe.get(name) for name in (*CUT[2:], "generation_batch_size")):
         return {}
     own = {**values, "processes": int(os.environ.get("WORLD_SIZE", 1))}
     return {**fitting(load_state(folder, 0)["settings"], own), "generation_batch_size": None}

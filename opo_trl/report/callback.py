@@ -17,7 +17,10 @@ class Diagnose(TrainerCallback):
     """
 
     def __init__(self, steps: int = 50):
-        self.steps, self.printed = steps, 0
+        self.steps = steps
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.printed = state.global_step
 
     def on_log(self, args, state, control, **kwargs):
         if state.global_step - self.printed >= self.steps:

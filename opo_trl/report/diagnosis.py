@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ _TRUNCATED = "completions/clipped_ratio"
 
 # Metrics of verl, prime-rl and OpenRLHF, and of TRL.
 _NAMES = {
-    **dict.fromkeys(["critic/score/mean", "reward/all/mean"], "reward"),
+    **dict.fromkeys(["critic/score/mean", "reward/all/mean", "agg/effective/agent/reward/mean"], "reward"),
     **dict.fromkeys(["response_length/clip_ratio", "is_truncated/all/mean", "response_clip_ratio"], _TRUNCATED),
+    "agg/effective/agent/is_truncated/mean": _TRUNCATED,
     **dict.fromkeys(["actor/entropy", "entropy/all/mean", "entropy/mean", "entropy_loss"], "entropy"),
     **dict.fromkeys(["actor/pg_clipfrac", "ppo_clip_ratio"], "clip_ratio"),
     **dict.fromkeys(["actor/grad_norm", "optim/grad_norm"], "grad_norm"),
@@ -143,10 +145,13 @@ def entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
         is_other = "train_runtime" in row or any(name.startswith(("eval/", "eval_")) for name in row)
         if clock not in row or not _OF_TRAINING & row.keys() or (is_other and not is_of_step):
             continue
-        entry = log.setdefault(int(row[clock]), {})
+        entry = log.setdefault(step := int(row[clock]), {})
+        again = entry.keys() & (row.keys() - {clock})  # if it resumed: what followed is of the attempt before
+        for later in takewhile(step.__lt__, reversed(log)) if again else ():
+            log[later] = {name: value for name, value in log[later].items() if name not in again}
         entry |= row
         if is_of_step and "grad_norm" in named:
             entry.setdefault("grad_norm", math.nan)
         if _OF_ROLLOUT & row.keys() and "reward" in named:
             entry.setdefault("reward", math.nan)
-    return [{**log[step], "step": step} for step in sorted(log)]
+    return [{**log[step], "step": step} for step in sorted(log) if log[step].keys() - {clock}]

@@ -64,7 +64,7 @@ def test_verifiers_with_tokens(tmp_path, caplog):
     injected = [NODES[0], NODES[1], {**NODES[3], "parent": 1}, {**NODES[3], "parent": 2, "sampled": False}]
     rows = [
         episode("a"),
-        episode("a", reward=0.0),
+        episode("a", reward=0.0, nodes=[*NODES, node(3, "user", "over", [50])]),
         episode("b"),
         episode("b", ok=False),
         episode("a", trainable=False),  # a judge
@@ -75,7 +75,7 @@ def test_verifiers_with_tokens(tmp_path, caplog):
     assert "3 of its 7 traces are not one conversation" in caplog.text
     assert groups["prompt"] == [[{"role": "user", "content": "Game 1."}]] * 2
     assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[2.5, 0.5], [2.5, None]]
-    row = groups[RECORDED][0][0]
+    row = groups[RECORDED][0][1]  # what follows the last sampled token is left out
     assert (row["prompt_ids"], row["completion_ids"]) == ([10, 11, 12], [20, 21, 30, 31, 40])
     assert (row["completion_mask"], row["logprobs"]) == ([1, 1, 0, 0, 1], [-0.5, -0.5, 0, 0, -0.5])
     assert row["temperature"] == pytest.approx(0.7)
@@ -95,10 +95,20 @@ def test_verifiers_without_tokens(tmp_path):
     assert row["completion"][0]["tool_calls"] == [call]
     assert row["tools"] == [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
     assert "completion_ids" not in row
-    # prime-rl, which writes the same, names the group: a task comes again in a later step.
+    # prime-rl, which writes the same, names the group: a task comes again in a later step. `effective` repeats.
     grouped = [episode("a", nodes=nodes, reward=k) | {"group": {"id": name}} for name in "xy" for k in (0.0, 1.0)]
-    groups = load_rollouts(written(tmp_path, grouped), 2)
+    for part in ("train/all", "train/effective", "eval/all"):
+        (folder := tmp_path / "rollouts" / "step_1" / part).mkdir(parents=True)
+        written(folder, grouped, "traces.jsonl")
+    groups = load_rollouts(str(tmp_path / "rollouts"), 2)
     assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.5, 2.5]] * 2
+
+
+def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
+    rows = [{"prompt": "1+1=", "completion": "2", "reward": 1.0}, {"prompt": "1+1=", "completion": "2"}]
+    written(tmp_path, rows[:1], "a.jsonl"), written(tmp_path, rows[1:], "b.jsonl")
+    with pytest.raises(ValueError, match=r"only one of '.*a\.jsonl' and '.*b\.jsonl' has 'reward'"):
+        load_rollouts(str(tmp_path), 2)
 
 
 def test_prime_rl_is_rejected(tmp_path):

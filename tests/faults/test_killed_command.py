@@ -132,6 +132,8 @@ def test_recipe_goes_on_with_another_number_of_processes(tmp_path: Path):
     assert [entry["step"] for entry in lines(folder) if "grad_norm" in entry] == [1, 2, 3, 4, 5]
     _, changed, *_ = parse(arguments(folder, *further, "6", *last, "--steps_per_generation", "4"))  # on purpose
     assert [getattr(changed, name) for name in CUT[1:]] == [3, 1, 4]
+    _, larger, *_ = parse(arguments(folder, *further, "6", *last, "--per_device_train_batch_size", "6"))
+    assert [getattr(larger, name) for name in CUT[1:]] == [6, 1, 3]
     # A recipe that sets the size of a rollout instead
     recipe = yaml.safe_load((folder / "recipe.yaml").read_text()) | {"generation_batch_size": 18}
     del recipe["steps_per_generation"]

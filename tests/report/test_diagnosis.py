@@ -105,6 +105,12 @@ LOGS = {
     ),
     "solved": (changed(SOLVED, 5, frac_reward_zero_std=1.0), 0, {"Zero-variance groups": "look"}, []),
     "crashed": (changed(SOLVED, 5, frac_reward_zero_std=1.0, reward=0.0), 1, {"Zero-variance groups": "wrong"}, []),
+    "crashed, resumed": (
+        [*EIGHT, *changed(rows_of(*range(9, 17)), 8, reward=0.0), *rows_of(*range(7, 13))],
+        0,
+        {"Reward went": "healthy"},
+        ["Optimizer steps: 12."],
+    ),
     "lost reward": (noisy(lambda step: 0.2 + 0.5 * step / 200 * (step < 140)), 0, {"Reward went": "look"}, []),
     "reward that stays": (noisy(lambda step: min(step / 40, 0.9)), 0, {"Reward went": "healthy"}, []),
     "gradient of 0 at first": (
@@ -147,8 +153,14 @@ SHAPES = {
     # `FileLogger` in verl/utils/tracking.py, `compute_data_metrics` in verl/trainer/ppo/metric_utils.py, of verl 0.7
     "verl": (_VERL, lambda rows: [{"step": row["training/global_step"], "data": row} for row in rows]),
     "verl, wandb": (_VERL, lambda rows: [{"_step": 7 * row["training/global_step"], **row} for row in rows]),
-    # `MetricsBuilder` in src/prime_rl/orchestrator/metrics.py at 0b9e252
+    # prime-rl 0.8.0 (559b447)
     "prime-rl": (
+        "step agg/effective/agent/reward/mean agg/effective/agent/is_truncated/mean entropy/all/mean optim/grad_norm "
+        "optim/lr",
+        _in_train,
+    ),
+    # `MetricsBuilder` in src/prime_rl/orchestrator/metrics.py at 0b9e252
+    "prime-rl, earlier": (
         "step reward/all/mean is_truncated/all/mean entropy/all/mean optim/grad_norm optim/lr",
         lambda rows: [part for row in rows for part in _parts(row)],
     ),
@@ -182,12 +194,10 @@ def test_healthy_log_of_another_trainer_is_healthy(tmp_path, capsys, shape, solv
 def test_callback_prints_verdicts_while_a_trainer_of_trl_trains(tiny_model, tmp_path, capsys):
     arguments = {"callbacks": [Diagnose(steps=4)], "rollout_func": None, "reward_funcs": even_tokens}
     options = {"max_steps": 8, "max_completion_length": 6, "trainer_class": RecordingGRPO}
-    trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+    trained(tiny_model, tmp_path, trainer_arguments=arguments, **options).train()  # twice
     printed = capsys.readouterr().out
-    assert [line.split(".")[0] for line in printed.splitlines() if line.startswith("Step ")] == [
-        "Step 4",
-        "Step 8",
-    ]
+    steps = [line.split(".")[0] for line in printed.splitlines() if line.startswith("Step ")]
+    assert steps == ["Step 4", "Step 8"] * 2
     assert "wrong    Truncated completions were 100% at the end" in printed
 
 
