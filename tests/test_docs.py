@@ -105,11 +105,3 @@ def test_every_figure_with_an_interval_or_a_range_is_in_a_report():
     assert set.union(*map(figures, PAGES))
     for page in PAGES:
         assert figures(page) <= reported, page
-
-
-def test_share_from_which_replay_saves_time_follows_from_the_completions_that_it_needs():
-    report = (RESULTS / "reuse.md").read_text(encoding="utf-8").partition("| to 88% sampled")
-    needed = re.findall(r"[\d.]+", cell("".join(report[1:]), "OPO", "ratio to GRPO"))
-    # With replay, four gradients of each completion are computed.
-    shares = [round(100 * (4 - 1 / float(each)) / 3) for each in needed]
-    assert "{} % ({} to {})".format(*shares) in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -23,7 +23,7 @@ AGES = {
     "fresh": "fresh",
     "lag16": "16 versions old, once",
     "lag16x2": "16 versions old, twice",
-    "lag64": "64 versions old, once",
+    "lag64": "all by the base model, once",
     "replay": "replay, four passes",
 }
 METHODS = {"OPO": PAPER, "truncated REINFORCE": TR, "TOPR": "TOPR", "GSPO": GSPO, "GRPO": "GRPO"}  # of the README's
