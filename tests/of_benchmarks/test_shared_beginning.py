@@ -31,7 +31,12 @@ def test_log_probabilities_and_gradient_are_those_of_separate_prompts(monkeypatc
     mask = torch.from_numpy((column >= P - lengths[:, :1]) & (column < P + lengths[:, 1:])).long()
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :P] = -100
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "position_ids": mask.cumsum(1).sub(1).clamp(0),
+    }
     samples = {"prompt_ids": ids[:, :P], "completion_ids": ids[:, P:]}
     samples |= shared_prompts.arrange(samples, lengths, np.repeat(np.arange(3), 2))
     tokens, found = [], []
@@ -41,9 +46,7 @@ def test_log_probabilities_and_gradient_are_those_of_separate_prompts(monkeypatc
     for shared in (shared_prompts._shared, shared_beginning._shared):
         monkeypatch.setattr(shared_prompts, "_shared", shared)
         model.zero_grad()
-        call = shared_prompts.model_for(model, samples)
-        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
-        logps = call(**inputs, fused_lm_head=True)["log_probs"]
+        logps = shared_prompts.model_for(model, samples)(**inputs, fused_lm_head=True)["log_probs"]
         (logps * torch.arange(logps.numel()).view_as(logps)).sum().backward()
         found.append((logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
     (logps, gradient), (own, own_gradient) = found
