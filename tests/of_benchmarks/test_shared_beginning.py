@@ -31,12 +31,8 @@ def test_log_probabilities_and_gradient_are_those_of_separate_prompts(monkeypatc
     mask = torch.from_numpy((column >= P - lengths[:, :1]) & (column < P + lengths[:, 1:])).long()
     labels = ids.masked_fill(mask == 0, -100)
     labels[:, :P] = -100
-    inputs = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "labels": labels,
-        "position_ids": mask.cumsum(1).sub(1).clamp(0),
-    }
+    positions = mask.cumsum(1).sub(1).clamp(0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
     samples = {"prompt_ids": ids[:, :P], "completion_ids": ids[:, P:]}
     samples |= shared_prompts.arrange(samples, lengths, np.repeat(np.arange(3), 2))
     tokens, found = [], []
