@@ -68,6 +68,7 @@ regime count as not ahead.
 Before any run that counts on `largest`: the beginning of its prompts, 73 of 85 to 91 tokens, is computed once for all
 in a batch, in training and in measuring (`shared_beginning`). In float32 the gradient of a step is that of before
 within 1e-5 of its norm. Three trials of TOPR had been made before, to find where the time goes; they are repeated.
+Trials of the later arms there measure no greedy accuracy, which decides nothing.
 
 After `many`, `few` and `lag`: (1, 2, 0, 2) with the hinge can't pass any more, since in `many` its lower bound against
 truncated REINFORCE is −6.8. It is not run in the other regimes, unless two candidates pass: then their shortfalls need
