@@ -72,7 +72,7 @@ Trials of the later arms there measure no greedy accuracy, which decides nothing
 
 After `many`, `few` and `lag`: (1, 2, 0, 2) with the hinge can't pass any more, since in `many` its lower bound against
 truncated REINFORCE is −6.8. It is not run in the other regimes, unless two candidates pass: then their shortfalls need
-it.
+it. On `largest`, (0, 2, 0, 2) with the hinge has failed, too, against TOPR.
 """
 
 import json
