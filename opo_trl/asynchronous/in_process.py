@@ -1,7 +1,7 @@
 """
 A rollout worker that generates in the training process, with Transformers: for a CPU, and for quick tests.
 
-    worker = InProcessWorker("Qwen/Qwen3-0.6B", args, dataset, reward)
+    worker = InProcessWorker("Qwen/Qwen3-0.6B", args, dataset, reward, tokenizer)
     AsyncOPOTrainer("Qwen/Qwen3-0.6B", args=args, train_dataset=dataset, rollout_worker=worker, weight_transfer=worker)
 
 It is not asynchronous: a rollout is made when the trainer runs out of samples. Everything else is TRL's rollout loop:

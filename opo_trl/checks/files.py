@@ -65,7 +65,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 def free(path: Path) -> Path:
     """The path if nothing is there, or else the first of `path-2`, `path-3` … that is free."""
-    further = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    further = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(each for each in chain([path], further) if not os.path.lexists(each))
 
 

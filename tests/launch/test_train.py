@@ -183,7 +183,7 @@ def test_run_resumes_in_another_folder_with_another_learning_rate(run, tmp_path)
 
 def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_aside(tmp_path):
     """TRL creates a folder for them before the run's folder is claimed."""
-    output = tmp_path / "run"
+    output = tmp_path / "run-1.5b"
     (output / "completions").mkdir(parents=True)
     (output / "completions" / "completions_00009.parquet").touch()
     (output / "settings.json").write_text('{"alpha": 0.9}')
@@ -194,6 +194,6 @@ def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_asid
         file.write("accelerator_config: {split_batches: false}\n")
     assert main(arguments(recipe, output_dir=output, **short)) == 0
     assert [path.name for path in (output / "completions").iterdir()] == ["completions_00001.parquet"]
-    assert [path.name for path in (tmp_path / "run-2" / "completions").iterdir()] == ["completions_00009.parquet"]
-    assert (tmp_path / "run-2" / "settings.json").read_text() == '{"alpha": 0.9}'
+    assert [path.name for path in (tmp_path / "run-1.5b-2" / "completions").iterdir()] == ["completions_00009.parquet"]
+    assert (tmp_path / "run-1.5b-2" / "settings.json").read_text() == '{"alpha": 0.9}'
     assert "split_batches: false" in (output / "recipe.yaml").read_text()
