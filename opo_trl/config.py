@@ -1,6 +1,7 @@
 """`OPOConfig`: TRL's `GRPOConfig` with the fields of Orthogonalized Policy Optimization, validated."""
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, cast
 
@@ -127,6 +128,9 @@ def check_optim_args(args: Any) -> None:
     if args.lr_scheduler_kwargs and args.lr_scheduler_type in ("constant", "constant_with_warmup"):
         said = f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on a constant learning rate"
         raise ValueError(f"{said}. Remove it, or set `lr_scheduler_type`.")
+    if args.warmup_steps and args.lr_scheduler_type in ("constant", "reduce_lr_on_plateau", "greedy"):
+        said = "warmup_steps=%s has no effect with lr_scheduler_type=%r, but with 'constant_with_warmup'."
+        logging.getLogger(__name__).warning(said, args.warmup_steps, args.lr_scheduler_type.value)
     if args.optim_args and args.optim in _WITHOUT_ARGS:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")
 
@@ -207,6 +211,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         if self.n_gpu > 1:  # a process that sees several devices: TRL would split the model over them
             self.model_init_kwargs = {"device_map": {"": 0}, **cast(dict, self.model_init_kwargs or {})}
             self._n_gpu = 1
+        level = self.importance_sampling_level
+        require(level in ("token", "sequence"), "importance_sampling_level", level, "'token' or 'sequence'")
         self.check_objective()
         check_optim_args(self)
         self._check_generation()
@@ -242,6 +248,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
                 )
             elif key == "stop" and value and self.mask_truncated_completions:
                 fix = "ends completions that TRL then takes for truncated. Remove `mask_truncated_completions`"
+            elif key == "seed" and value is not None and self.use_vllm and self.vllm_mode == "colocate":
+                fix = "gives all completions of a prompt the same random numbers. Remove it"
             elif not self.use_vllm and key not in vars(GenerationConfig()):
                 fix = "is not an option of GenerationConfig. Remove it"
             if fix:

@@ -148,7 +148,7 @@ def run(ready: Run) -> None:
         trainer.train(resume_from_checkpoint=checkpoint)
         seconds = round(time.perf_counter() - started - before.seconds, 1)
         trainer.save_model(args.output_dir)
-    summary |= {"optimizer_steps": trainer.state.global_step, "train_seconds": seconds}
+    summary |= {"optimizer_steps": trainer.state.global_step, **({} if checkpoint else {"train_seconds": seconds})}
     summary["after"] = measure(trainer, data.report, script.report_samples)
     lines = accuracy_lines(accuracies(summary))
     if is_main:

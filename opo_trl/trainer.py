@@ -203,6 +203,7 @@ class OPOTrainer(GRPOTrainer):
         self._reward_failures: dict[str, int] = {}  # by kind, over all processes, since the last entry of the log
         self._skipped = SkippedSteps(args, accelerator)
         self._current_train_step_time = 0.0
+        self._settings = checkpoint.settings(self)  # before a callback changes them
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             kept.clear()
@@ -290,6 +291,10 @@ class OPOTrainer(GRPOTrainer):
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
             self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset))
         return self._sampler
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._last_loaded_step = -1  # vLLM has the last weights
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.

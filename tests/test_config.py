@@ -85,9 +85,6 @@ def test_loss_type_names_an_objective(config):
         assert OPOConfig(**{**fields, "generation_batch_size": None}).objective == name  # made anew of its own fields
 
 
-# Fields on their own
-
-
 def test_defaults_that_depend_on_other_fields(config):
     cases = [({}, 0.3, 20.0), ({"log_ratio_reduction": "mean"}, 0.3, 5.0), ({"chi2_radius": 0.1}, None, 20.0)]
     for given, mu, clamp in cases:
@@ -147,6 +144,8 @@ TOPR = {"objective": "topr"}
         ({"optim": "galore_adamw_layerwise", "max_tokens_per_micro_batch": 64}, "every backward pass"),
         ({"generation_kwargs": {"temperature": 0.5}}, "must be 1.0: `temperature`"),
         ({"generation_kwargs": {"max_new_tokens": 9}}, "max_completion_length"),
+        ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "same random numbers"),
+        ({"loss_type": "grpo", "importance_sampling_level": "Sequence"}, "'token' or 'sequence'"),
     ],
     ids=str,
 )
@@ -160,7 +159,11 @@ def test_what_acts_is_accepted(config):
     config(generation_kwargs={"top_k": 5, "eos_token_id": 3, "num_beams": 1, "temperature": 1.0})
 
 
-# Optimizer steps per rollout
+def test_warmup_of_a_constant_rate_is_named(config, caplog):
+    for schedule in ("constant_with_warmup", "constant"):
+        assert not caplog.text
+        config(warmup_steps=3, lr_scheduler_type=schedule)
+    assert "warmup_steps=3 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -184,9 +187,6 @@ def test_process_that_sees_several_devices_uses_one(config, monkeypatch):
     monkeypatch.setattr(OPOConfig, "n_gpu", property(lambda args: vars(args).get("_seen", 2)))
     made = config()
     assert (made._n_gpu, made.model_init_kwargs) == (1, {"device_map": {"": 0}})
-
-
-# Round trips
 
 
 def test_round_trip_through_the_command_line_and_a_dictionary(tmp_path):

@@ -241,3 +241,6 @@ def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, 
     trainer = make(tiny_model, tmp_path, reward_funcs=falling, arguments=arguments, **often)
     trainer.train()
     assert (trainer.state.best_global_step, trainer.state.best_metric, trainer.state.global_step) == (2, 1.0, 4)
+    trainer._last_loaded_step = 4  # of vLLM's weights
+    trainer._load_best_model()
+    assert trainer._last_loaded_step != 4

@@ -262,7 +262,7 @@ def test_what_callbacks_change_acts(tiny_model, tmp_path):
     data = {"eval_dataset": Dataset.from_dict({"prompt": ["1+1="]})}
     options = {"steps_per_generation": 4, "max_steps": 4, "per_device_eval_batch_size": 4}
     options |= {"script": Script(functions=2), "trainer_arguments": data, "reward_weights": [1.0, 2.0]}
-    trainer = make_trainer(tiny_model, tmp_path, **options)
+    trainer = make_trainer(tiny_model, tmp_path, save_strategy="steps", save_steps=1, **options)
     for callback in (classes_of_the_page()["FadeOut"], Stiffer):
         trainer.add_callback(callback(trainer))
     trainer.train()
@@ -272,6 +272,7 @@ def test_what_callbacks_change_acts(tiny_model, tmp_path):
     for entry in entries[::2]:
         first, last = (entry[f"rewards/reward_{i}/mean"] for i in range(2))
         assert entry["reward"] == pytest.approx(first + 2 * (1 - (entry["step"] - 1) / 100) * last)
+    make_trainer(tiny_model, tmp_path, **options).train(str(tmp_path / "checkpoint-3"))  # with the fields of its start
 
 
 class Harder(TrainerCallback):

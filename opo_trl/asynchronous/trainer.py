@@ -106,6 +106,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
     ):
         check_replaced()
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
+        if not isinstance(args, AsyncOPOConfig):
+            raise TypeError(f"`args` is a `{type(args).__name__}`: change the class to `AsyncOPOConfig`.")
         # TRL's worker, and ours, apply a chat template to every prompt.
         worker = options.get("rollout_worker")
         text = worker is not None and not hasattr(worker, "_loop_kwargs")

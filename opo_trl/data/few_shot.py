@@ -64,6 +64,8 @@ def make_problems(
     """
     rows = []
     for level in LEVELS if levels is None else levels:
+        if level not in LEVELS:
+            raise ValueError(f"levels: {level!r} does not exist. Choose from {[*LEVELS]}.")
         task = LEVELS[level]
         worked = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
         shown = {_key(numbers) for numbers in task.worked}

@@ -46,6 +46,8 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     if not _saved(Path(name)):
         return load_dataset(name, dataset_config, split=split)
     saved = load_from_disk(name)
+    if not isinstance(saved, Dataset) and split not in saved:
+        raise ValueError(f"dataset_name={name!r} has no {split=}, but {', '.join(saved)}.")
     return saved if isinstance(saved, Dataset) else saved[split]
 
 

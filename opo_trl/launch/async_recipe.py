@@ -53,7 +53,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         for name, argument in absent.items():
             if named.pop(argument or name, None) is not None:
                 raise ValueError(f"{name} is not possible with trainer: async_opo. Remove it, or set `trainer: opo`.")
-        model_of_reward = reward_funcs[0] if isinstance(reward_funcs[0], str) else None
+        model_of_reward = next((each for each in reward_funcs if isinstance(each, str)), None)
         require(model_of_reward is None, "reward_model_name_or_path", model_of_reward, "null: it needs trainer: opo")
         revision = cast(dict, args.model_init_kwargs or {}).get("revision")
         tokenizer = AutoTokenizer.from_pretrained(model, revision=revision, trust_remote_code=args.trust_remote_code)

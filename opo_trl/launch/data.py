@@ -20,6 +20,7 @@ from ..data.files import is_single_file
 from ..data.problems import draw_or_load, has_prompts, select, take
 from ..data.prompts import Style
 from ..data.rollouts import load_rollouts
+from ..fields import require
 
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,8 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     def stored(split: str, levels: Sequence[str] | None) -> Dataset:
         return draw_or_load(name, script.dataset_config, split, levels, cast(dict | None, script.dataset_settings))
 
+    has_split = script.dataset_train_split == "train" or not is_single_file(name)
+    require(has_split, "dataset_train_split", script.dataset_train_split, "'train': a file has no other")
     rows = stored(script.dataset_train_split, script.levels)
     style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
     asked = "prompt" if style == "dataset" else "problem"

@@ -59,7 +59,7 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
     checkpoint = resolve(args.resume_from_checkpoint, args.output_dir)
     saved = read_settings(Path(checkpoint).resolve().parent) if checkpoint else {}
     names = [*KEPT, *(name for name in settings if name.startswith("lora_"))]
-    if args.lr_scheduler_type == "reduce_lr_on_plateau":  # its rate is a result
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # its rate is a result
         names.append("learning_rate")
     differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
     lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]

@@ -119,7 +119,9 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
     wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
     said = f"Not finished: {step:,}{wanted} optimizer steps."
     if "after" in summary:
-        said = f"Finished: {summary['optimizer_steps']:,} optimizer steps in {summary['train_seconds']:,.0f} seconds."
+        said = f"Finished: {summary['optimizer_steps']:,} optimizer steps"
+        seconds = summary.get("train_seconds")  # not of a resumed run
+        said += "." if seconds is None else f" in {seconds:,.0f} seconds."
     changes = [
         f"{row[run_folder.CHANGED_RATE]:g} after step {row['step']:,}" for row in log if run_folder.CHANGED_RATE in row
     ]

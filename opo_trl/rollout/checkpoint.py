@@ -128,7 +128,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         # `torch.load` would reject it.
         "plain": json.dumps(
             {
-                "settings": settings(trainer),
+                "settings": trainer._settings,
                 "numbers": {name: getattr(*place) for name, place in _numbers(trainer).items()},
                 "metrics": trainer._metrics,
                 "logs": {n: logs[n] for n in logs if n != "images"} if trainer.log_completions else {},
@@ -183,7 +183,7 @@ def _numbers(trainer: Any) -> dict[str, tuple[Any, str]]:
 def _plain(value: Any) -> Any:
     if isinstance(value, deque):
         return list(value)
-    return value.item() if hasattr(value, "item") else str(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def has_spent_budget(args: OPOConfig, state: Mapping[str, Any]) -> bool:

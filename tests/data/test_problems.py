@@ -183,6 +183,8 @@ class TestNames:
         assert load_problems("~/one").to_list() == ROWS
         datasets.DatasetDict(train=table(*ROWS), test=table(*ROWS[:3])).save_to_disk(tmp_path / "both")
         assert load_problems(str(tmp_path / "both"), split="test").to_list() == ROWS[:3]
+        with pytest.raises(ValueError, match=r"no split='dev', but train, test"):
+            load_problems(str(tmp_path / "both"), split="dev")
 
     def test_a_copy_of_a_dataset_on_the_hub(self, tmp_path: Path, monkeypatch):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))

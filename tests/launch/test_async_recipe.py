@@ -91,6 +91,7 @@ def test_run_resumes_from_its_last_checkpoint(run):
     [
         ({"steps_per_generation": 2}, "It belongs to `trainer: opo`"),
         ({"eval_strategy": "epoch"}, "eval_strategy is not possible with trainer: async_opo"),
+        ({"reward_model_name_or_path": "./model"}, "reward_model_name_or_path='./model' is not allowed"),
         ({"trainer": "opo"}, "this recipe is for `trainer: opo`"),
     ],
 )

@@ -218,6 +218,7 @@ def test_resuming_a_finished_run_trains_no_step(copy: Path, tiny_model: str):
 def test_checkpoint_loads_whatever_a_reward_function_has_logged(tiny_model: str, tmp_path: Path):
     def reward(completions, log_extra, log_metric, **kwargs):
         log_extra("number", [np.float32(0.5)] * len(completions))
+        log_extra("vector", [np.ones(2)] * len(completions))
         log_extra("date", [datetime.date(2026, 1, 2)] * len(completions))
         log_metric("custom", 0.1)
         return [float(i % 3) for i in range(len(completions))]
