@@ -15,7 +15,7 @@ from . import offline
 def apply() -> None:
     """In this process, when training with shared prompts and in tasks of `offline`; for models with full attention."""
     shared_prompts._shared = _shared
-    offline.sample = _sample
+    offline.sample = sample
 
 
 def _common(prompts: list[list[int]]) -> int:
@@ -60,7 +60,8 @@ def _shared(
     return outputs
 
 
-def _sample(model: Any, prompts: list[list[int]], **options: Any) -> tuple[Tensor, Tensor]:
+@torch.no_grad()
+def sample(model: Any, prompts: list[list[int]], **options: Any) -> tuple[Tensor, Tensor]:
     """As `in_process.sample`."""
     common = _common(prompts)
     first = torch.tensor([prompts[0][:common]])

@@ -42,7 +42,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opo_trl.asynchronous.in_process import sample
 from opo_trl.checks.files import append_lines, read_lines, write_json, write_lines
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.data.few_shot import first_line_reward, make_problems
@@ -52,6 +51,7 @@ from ..objectives.report import shown
 from ..pages import table
 from ..real_model import multiply_as_bfloat16
 from ..record import begin
+from ..shared_beginning import sample
 from ..staged import read
 
 
@@ -225,9 +225,10 @@ class Bench:
         steps = sum(1 for _ in self.steps(run, groups))
         trained = time.perf_counter()
         problems = make_problems("validation" if run.tuning else "test", ["addition"], SPLITS)[: self.size.problems]
-        sampled, greedy = (fmean(self.complete(problems, run.seed, temperature)[2]) for temperature in (1.0, 1e-4))
+        decodings = {"sampled": 1.0} if run.tuning else {"sampled": 1.0, "greedy": 1e-4}
+        reached = {name: fmean(self.complete(problems, run.seed, value)[2]) for name, value in decodings.items()}
         seconds = {"seconds": round(trained - began, 2), "measuring": round(time.perf_counter() - trained, 2)}
-        return {**asdict(run), "sampled": sampled, "greedy": greedy, "steps": steps, **seconds}
+        return {**asdict(run), **reached, "steps": steps, **seconds}
 
 
 def schedule(regime: str, groups: int, step: int, seed: int) -> list[list[int]]:
