@@ -129,7 +129,7 @@ def check_optim_args(args: Any) -> None:
         said = f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on a constant learning rate"
         raise ValueError(f"{said}. Remove it, or set `lr_scheduler_type`.")
     if args.warmup_steps and args.lr_scheduler_type in ("constant", "reduce_lr_on_plateau", "greedy"):
-        said = "warmup_steps=%s has no effect with lr_scheduler_type=%r, but with 'constant_with_warmup'."
+        said = "warmup_steps=%s has no effect with lr_scheduler_type=%r. Set it to 'constant_with_warmup'."
         logging.getLogger(__name__).warning(said, args.warmup_steps, args.lr_scheduler_type.value)
     if args.optim_args and args.optim in _WITHOUT_ARGS:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")

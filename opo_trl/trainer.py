@@ -292,10 +292,6 @@ class OPOTrainer(GRPOTrainer):
             self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset))
         return self._sampler
 
-    def _load_best_model(self):
-        super()._load_best_model()
-        self._last_loaded_step = -1  # vLLM has the last weights
-
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
@@ -791,6 +787,10 @@ class OPOTrainer(GRPOTrainer):
             checkpoint.restore(self, Path(folder))
         if folder is not None and self.args.sync_ref_model:
             checkpoint.MovingReference(self).load(Path(folder))
+
+    def _load_best_model(self):
+        super()._load_best_model()
+        self._last_loaded_step = -1  # vLLM has the last weights
 
 
 def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

@@ -46,8 +46,8 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.5.
     least_ess = 0.1 if settings.get("max_staleness") else 0.5
     # Whole completions, as in GSPO, are clipped a hundred times as often as tokens.
-    is_gspo = settings.get("objective") == "gspo" or settings.get("importance_sampling_level") == "sequence"
-    most_clipped = 0.5 if is_gspo else 0.01
+    of_completions = settings.get("objective") == "gspo" or settings.get("importance_sampling_level") == "sequence"
+    most_clipped = 0.5 if of_completions else 0.01
     # What is cut off after the first line is not read.
     most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
     found = [

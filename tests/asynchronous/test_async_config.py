@@ -42,6 +42,11 @@ def test_what_cannot_be_followed_is_rejected_with_its_fix(config, fields, messag
     assert config(max_steps=100, lr_scheduler_type="cosine").min_p == 0.0  # unset, the server takes the model's own
 
 
+def test_config_of_trl_is_named(tiny_model, tmp_path):
+    with pytest.raises(TypeError, match=r"`AsyncGRPOConfig`: change the class to `AsyncOPOConfig`"):
+        AsyncOPOTrainer(tiny_model, args=AsyncGRPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
 def test_new_fields_of_trl_are_looked_at():
     """A field that TRL adds changes the sampling, or the loss, or neither: decide, then add it here."""
     known = """

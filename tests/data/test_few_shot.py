@@ -32,8 +32,6 @@ def test_every_line_is_right_and_no_numbers_occur_twice(level):
 
 
 def test_same_problems_on_every_machine():
-    with pytest.raises(ValueError, match=r"levels: 'sum' does not exist. Choose from \['addition', 'largest'\]"):
-        make_problems("train", ["sum"])
     assert zlib.crc32(str([make_problems(split) for split in SPLIT_SIZES]).encode()) == 4217247733
     assert make_problems("train", ["addition"])[0] == {
         "problem": "31 + 46 = 77\n58 + 27 = 85\n64 + 73 = 137\n25 + 64 =",

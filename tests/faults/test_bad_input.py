@@ -115,6 +115,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
         lambda folder: (folder / "model/chat_template.jinja").unlink(),
     ),
     "unknown level": (["levels=['Level 9']", "['Level 1', 'Level 2']"], {"levels": ["Level 9"]}, str),
+    "unknown task": (["'sum' does not exist", "addition"], {"dataset_name": "few_shot", "levels": ["sum"]}, str),
+    "split of a file": (["a file has no other"], {"dataset_name": "data/test.jsonl", "dataset_train_split": "x"}, str),
     "missing tensor": (["model='./model'", "lack model.layers.1.mlp.up_proj.weight"], {}, without_tensor),
     "missing reward": (["reward_funcs='no.reward'", "No module named 'no'"], {"reward_funcs": ["no.reward"]}, str),
     "column of a reward": (["reward_funcs='compare'", "'gold'"], {"reward_funcs": ["my_rewards.compare"]}, str),

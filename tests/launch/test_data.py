@@ -57,8 +57,6 @@ def test_a_part_of_one_file_is_held_out_without_problems_that_are_trained_on(tmp
 def test_a_folder_holds_out_only_if_asked(tmp_path, caplog):
     data = load(tmp_path, {"dataset_name": str(tmp_path / "data")}, name="data/train.jsonl")
     assert (len(data.training), data.report) == (120, {})
-    with pytest.raises(ValueError, match=r"dataset_train_split='train\[:9\]' is not allowed"):
-        load(tmp_path, {"dataset_train_split": "train[:9]"})
     assert "No accuracy is measured before and after training: dataset_name=" in caplog.text
     with pytest.raises(ValueError, match=r"without a file for split='test'"):
         load(tmp_path, {"dataset_name": str(tmp_path / "data"), "validation_steps": 5}, name="data/train.jsonl")

@@ -178,8 +178,7 @@ def test_run_resumes_in_another_folder_with_another_learning_rate(run, tmp_path)
         done: 1e-30
     }
     assert all(0 < line["learning_rate"] <= 1e-30 for line in log if "learning_rate" in line)  # the schedule falls
-    said = "Finished: 5 optimizer steps. Not one trajectory: learning_rate=1e-30 after step 4."  # not its seconds
-    assert said in (here / "report.html").read_text()
+    assert "5 optimizer steps. Not one trajectory: learning_rate=1e-30 after" in (here / "report.html").read_text()
 
 
 def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_aside(tmp_path):

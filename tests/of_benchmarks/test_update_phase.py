@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import passes, replay, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
-from benchmarks.shapes import small_qwen3
+from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 
 
 SHAPE = small_qwen3(64, 512)
@@ -80,6 +80,13 @@ def test_check_fails_on_a_ratio_above_the_committed_one_and_names_it():
     measured[str(update_phase.QUICK)]["as TRL"]["time"]["median"] *= 1.16
     found = [said.split(": ")[1:] for said in update_phase.failures(committed, measured)]
     assert [(variant, said.split()[0]) for variant, said in found] == [("as TRL", "time"), ("planned", "work")]
+
+
+@pytest.mark.parametrize(("shape", "parameters"), [(QWEN3_0_6B, 596_049_920), (QWEN3_1_7B, 1_720_574_976)])
+def test_built_in_shapes_have_the_parameters_of_the_models(shape, parameters):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape))
+    assert model.num_parameters() == parameters
 
 
 def test_operations_are_those_that_pytorch_counts():

@@ -242,8 +242,8 @@ def test_facts_alone_are_not_called_healthy():
 def test_progress_bar_accepts_none():
     """Which TRL logs if all values were NaN."""
     bar, state = ProgressBar(), TrainerState(max_steps=2, is_world_process_zero=True)
-    names = ("reward", "validation/accuracy", "entropy", "grad_norm")
     bar.on_train_begin(None, state, TrainerControl())
+    names = ("reward", "validation/accuracy", "entropy", "grad_norm")
     bar.on_log(None, state, TrainerControl(), logs=dict.fromkeys(names))
     bar.on_train_end(None, state, TrainerControl())
 
