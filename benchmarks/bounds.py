@@ -74,9 +74,9 @@ After `many`, `few` and `lag`: (1, 2, 0, 2) with the hinge can't pass any more, 
 truncated REINFORCE is −6.8. It is not run in the other regimes, unless two candidates pass: then their shortfalls need
 it. On `largest`, (0, 2, 0, 2) with the hinge has failed, too, against TOPR. Last, (1, 2, 0, 1) and (1, 2, 0, 2) have
 passed, so (1, 2, 0, 2) with the hinge was run in the other regimes. For time, the ablation was not run, so no gain is
-credited to a part; forms at multiples of their rate and shares of low runs are not reported. Of the 98 runs that `again`
-repeats, with later code and Transformers 5.24, 96 have the same accuracies; two of TOPR on `largest`, the first runs
-there, differ by at most 1.7 points.
+credited to a part; forms at multiples of their rate and shares of low runs are not reported. Of the 98 runs that
+`again` repeats, with later code and Transformers 5.24, 96 have the same accuracies; two of TOPR on `largest`, the
+first runs there, differ by at most 1.7 points.
 """
 
 import json
