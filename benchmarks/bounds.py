@@ -122,8 +122,6 @@ _SOLVED = 1e-30  # target of completions of solved groups: positive, and without
 class Held(TOPR):
     """TOPR's weights, and the hinge (1 − t)₊ on completions of solved groups."""
 
-    pulls_back = True
-
     def targets(self, groups):
         found = super().targets(groups)
         right = (groups.rewards > 0.5) | ~groups.valid

@@ -387,7 +387,6 @@ class Objective:
 
     fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
-    pulls_back = True  # whether a sample of target 0 may have a gradient once the policy has moved
     reads_logps = False  # whether targets need `Groups.logps`
 
     def __init__(self, args: Any):
@@ -460,21 +459,41 @@ class Objective:
         """
         return 1 / length[valid].mean() if self.reduction == "sum" and valid.any() else torch.tensor(1.0)
 
-    def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
+    def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor, *, moved: bool = False) -> Tensor:
         """
-        Which samples have no gradient as long as the policy is the behaviour policy, bool `[B]`: those of which the
-        loss has none at equal log-probabilities. `mask` are the tokens that count, `[B, T]`.
+        Which samples have no gradient, bool `[B]`: as long as the policy is the behaviour policy or, if it has
+        `moved`, wherever it is. The loss itself says so, at equal log-probabilities or at several log-ratios of either
+        sign. `mask` are the tokens that count, `[B, T]`.
         """
-        one = torch.ones_like(target)
-        with torch.enable_grad():
-            # At other values than 0, where a term of log-probabilities may have no gradient by chance.
-            logps = torch.full(mask.shape, -1.0, dtype=target.dtype, device=target.device, requires_grad=True)
-            token = {"logps": logps, "anchor_logps": logps.detach(), "mask": mask}
-            age = torch.zeros_like(target)
-            loss = self.loss(Samples(**token, target=target, mu=mu, weights=one, age=age, reused=True))
-            total = (loss.work + loss.dissipation).sum()
-            (gradient,) = torch.autograd.grad(total, logps, allow_unused=True, materialize_grads=True)
-        return (gradient == 0).all(dim=1)
+        rests = torch.ones_like(target, dtype=torch.bool)
+        length = mask.sum(dim=1, keepdim=True).clamp(min=1)
+        # The log-ratio of each token. Some losses bound that of a token, others that of a completion.
+        distances = (1.0, 0.1, 0.01 / length)
+        log_ratios = [sign * distance for distance in distances for sign in (1, -1)] if moved else [0.0]
+        for log_ratio in log_ratios:
+            gradient = self._gradient_at(log_ratio, target, mu, mask)
+            rests = rests & (gradient == 0).all(dim=1)
+        return rests
+
+    @torch.enable_grad()
+    def _gradient_at(self, log_ratio: Tensor | float, target: Tensor, mu: Tensor, mask: Tensor) -> Tensor:
+        """Gradient of the loss in the log-probabilities of tokens, `[B, T]`, whose log-ratios have this value."""
+        # At other values than 0, where a term of log-probabilities may have no gradient by chance.
+        logps = torch.full(mask.shape, -1.0, dtype=target.dtype, device=target.device, requires_grad=True)
+        samples = Samples(
+            logps=logps,
+            anchor_logps=logps.detach() - log_ratio,
+            mask=mask,
+            target=target,
+            mu=mu,
+            weights=torch.ones_like(target),
+            age=torch.zeros_like(target),
+            reused=True,
+        )
+        loss = self.loss(samples)
+        total = (loss.work + loss.dissipation).sum()
+        (gradient,) = torch.autograd.grad(total, logps, allow_unused=True, materialize_grads=True)
+        return gradient
 
 
 class OPO(Objective):

@@ -45,7 +45,6 @@ class GRPO(Objective):
     """GRPO's clipped ratio, of tokens or, by `importance_sampling_level`, of completions."""
 
     fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high", "delta"})
-    pulls_back = False
     reduction = "mean"
     takes_sampler_ratios = True  # as factors of the losses of tokens
 
@@ -194,7 +193,6 @@ class TOPR(Objective):
             *("log_ratio_reduction", "log_ratio_clamp"),
         }
     )
-    pulls_back = False
 
     def targets(self, groups: Groups) -> Targets:
         args = self.args

@@ -40,7 +40,7 @@ from transformers.trainer_utils import has_length
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import get_config_model_id
+from trl.trainer.utils import get_config_model_id, use_adapter
 
 from .checks.text import printable
 from .checks.weights import check_models, check_trainable
@@ -58,7 +58,13 @@ from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
 from .rollout.replay import ReplayBuffer
-from .rollout.rows import completion_tokens, gather_samples, own_samples, rows_of_steps
+from .rollout.rows import (
+    completion_tokens,
+    equal_rewards,
+    gather_samples,
+    own_samples,
+    rows_of_steps,
+)
 from .rollout.scored import count_failures, recorded_rewards
 from .rollout.skipped_steps import SkippedSteps
 
@@ -138,6 +144,7 @@ class OPOTrainer(GRPOTrainer):
         "_skipped.total",
         "_skipped.in_a_row",
         "_skipped.moved_at",
+        "_skipped.had_gradient",
     )
 
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
@@ -201,7 +208,7 @@ class OPOTrainer(GRPOTrainer):
         index = accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=index)
         self._reward_failures: dict[str, int] = {}  # by kind, over all processes, since the last entry of the log
-        self._skipped = SkippedSteps(args, accelerator)
+        self._skipped = SkippedSteps(args, accelerator, self.optimizer)
         self._current_train_step_time = 0.0
         self._settings = checkpoint.settings(self)  # before a callback changes them
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
@@ -357,6 +364,10 @@ class OPOTrainer(GRPOTrainer):
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
+        n_local = len(rollout["advantages"])
+        own = slice(self.accelerator.process_index * n_local, (self.accelerator.process_index + 1) * n_local)
+        is_rounding = rollout["advantages"].abs() <= self._rounding_of_advantages(rewards)[own]
+        rollout["advantages"] = rollout["advantages"].masked_fill(is_rounding, 0.0)
         # An override that sets `old_per_token_logps` says what the behaviour policy is.
         logps = rollout.pop("old_per_token_logps", None)
         if logps is not None and self._needs_pass:
@@ -364,8 +375,7 @@ class OPOTrainer(GRPOTrainer):
         self._skips_pass = False
         if self._replays_recorded:
             rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
-        n_local = len(rollout["advantages"])
-        rollout["rewards_per_func"] = rewards[self.accelerator.process_index * n_local :][:n_local]
+        rollout["rewards_per_func"] = rewards[own]
         if self._mode == "train":
             self.completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
@@ -375,6 +385,24 @@ class OPOTrainer(GRPOTrainer):
             self._evaluated.append(rewards)
         return rollout
 
+    def _rounding_of_advantages(self, rewards: Tensor) -> Tensor:
+        """
+        How large TRL's advantages may be by rounding alone, `[N]`: 0 in groups whose `rewards`, `[N, number of
+        functions]`, differ. TRL divides a reward less the group's mean by a standard deviation plus 1e-4.
+        """
+        num_generations = self.num_generations if self._mode == "train" else self.num_generations_eval
+        weights, scored = self.reward_weights.to(rewards.device), ~rewards.isnan()
+        if self.multi_objective_aggregation == "sum_then_normalize":
+            equal, rounding = equal_rewards(rewards, weights, scored.any(dim=1), num_generations)
+            return torch.where(equal, rounding / 1e-4, 0.0)
+        equal, rounding = torch.ones_like(scored[:, 0]), torch.zeros_like(rewards[:, 0])
+        for index, weight in enumerate(weights):
+            column = rewards[:, index : index + 1]
+            equal_here, rounding_here = equal_rewards(column, weight, scored[:, index], num_generations)
+            equal = equal & equal_here
+            rounding = rounding + rounding_here
+        return torch.where(equal, rounding / 1e-8, 0.0)  # divided once per function, and their sum once more
+
     @torch.no_grad()
     def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies `[B, T]` of the completions' tokens under the current policy."""
@@ -382,6 +410,20 @@ class OPOTrainer(GRPOTrainer):
         with disable_gradient_checkpointing(self.model, checkpointing):
             logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
         return logps, entropies
+
+    @torch.no_grad()
+    def _reference_pass(self, rows: Mapping[str, Any]) -> Tensor:
+        """Log-probabilities `[B, T]` of the completions' tokens under TRL's reference policy."""
+        reference: Any = self.ref_model
+        adapters: AbstractContextManager = nullcontext()
+        if reference is None:  # the policy with a copy of its first adapter, or without any
+            reference = self.model
+            policy: Any = self.accelerator.unwrap_model(self.model)
+            adapters = use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with adapters, disable_gradient_checkpointing(self.model, checkpointing):
+            logps, _, _ = self._token_logps(reference, rows)
+        return logps
 
     def _token_logps(self, model, inputs: Mapping[str, Any], **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
@@ -442,6 +484,9 @@ class OPOTrainer(GRPOTrainer):
         # of another shape.
         logps, entropies = rollout.pop("opo_logps", None), None
         self._anchor_is_own = "old_per_token_logps" not in rollout
+        is_own = torch.full_like(rollout["advantages"], self._anchor_is_own, dtype=torch.bool)
+        if self._replays_recorded and not self._skipped.moved_at:
+            is_own = self._recognize_own(rollout)
         logps = rollout.get("old_per_token_logps", logps)
         anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
@@ -452,22 +497,49 @@ class OPOTrainer(GRPOTrainer):
             # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
             rollout["old_per_token_logps"] = anchor_pass()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
+        rollout["opo_own"] = is_own  # whether the policy itself has sampled the completion
+        # The optimizer step at which the policy is the behaviour policy; that of recorded completions is older.
+        rollout["opo_step"] = self.state.global_step - (~is_own & self._replays_recorded).float()
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
 
+    def _recognize_own(self, rollout: dict[str, Any]) -> Tensor:
+        """
+        Samples, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the policy's:
+        as a log-ratio, the rounding would pull at a policy that has not moved.
+        """
+        batch_size = self.args.per_device_train_batch_size
+        with padding.evaluating(self.model):
+            current, _ = self._anchor_pass(rollout, batch_size=batch_size)
+        recorded, mask = rollout["old_per_token_logps"], completion_tokens(rollout)
+        difference = token_mean((recorded - current).square(), mask).sqrt()
+        is_own = difference <= padding.rounding_of_logps(self)
+        rollout["old_per_token_logps"] = torch.where(is_own.unsqueeze(1), current, recorded)
+        if self.accelerator.gather(is_own).all():
+            del rollout["old_per_token_logps"]
+            self._anchor_is_own = True
+        return is_own
+
     def _targets(self, rollout: Mapping[str, Any], logps: Tensor | None) -> dict[str, Tensor]:
         """Compute the target of the complete rollout; returns what this process's samples need for the loss."""
         mode = self._mode
+        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
         advantages, length, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, self.accelerator)
         valid = (length > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
+        # An override may subtract the mean of equal rewards, too. A constant that it adds is a signal.
+        reward_weights = self.reward_weights.cpu().double()
+        equal, rounding = equal_rewards(rewards, reward_weights, valid, num_generations)
+        advantages = advantages.masked_fill(equal & (advantages.abs() <= rounding), 0.0)
+        sums = (rewards * reward_weights).nansum(dim=1)
+        highest = sums.where(valid, -torch.inf).view(-1, num_generations).amax(dim=1)
         groups = Groups(
             advantages=advantages,
-            rewards=(rewards * self.reward_weights.cpu().double()).nansum(dim=1),
+            rewards=torch.where(equal, highest.repeat_interleave(num_generations), sums),
             valid=valid,
-            num_generations=self.num_generations if mode == "train" else self.num_generations_eval,
+            num_generations=num_generations,
             logps=logp_sum,
             mean_logps=logp_mean,
             vocab_size=self.model.config.get_text_config().vocab_size if self.policy_objective.reads_logps else 0,
@@ -484,10 +556,7 @@ class OPOTrainer(GRPOTrainer):
             self._advantages = advantages.where(valid, torch.nan)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
         scale = self.policy_objective.scale(length, valid)
-        # At which the policy is the behaviour policy; that of recorded completions is older.
-        step = target.new_tensor(float(self.state.global_step - self._replays_recorded))
-        columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale, "opo_step": step}
-        columns["opo_own"] = torch.tensor(float(self._anchor_is_own))  # whether it has sampled the completion
+        columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale}
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
         return {**own, "opo_valid": own["opo_valid"].bool()}
 
@@ -557,7 +626,7 @@ class OPOTrainer(GRPOTrainer):
             mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
             # Which samples have no gradient while the policy is the behaviour policy
             idle = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-            rows["opo_idle"] = idle & rows["opo_own"].bool()
+            rows["opo_idle"] = idle & rows["opo_own"]
             if policy and self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
                 rows.pop("old_per_token_logps", None)
         skippable = (self._zero_gradient(rows, policy) for rows, policy in zip(steps, on_policy, strict=True))
@@ -569,6 +638,10 @@ class OPOTrainer(GRPOTrainer):
                 # would leave a log-ratio that is only rounding.
                 for micro_batch in cut:
                     micro_batch["old_per_token_logps"], _ = self._anchor_pass(micro_batch)
+            if self.beta != 0.0 and not self._skipped.moved_at:
+                # As long as the policy is the reference, their difference is only rounding in any other shape.
+                for micro_batch in cut:
+                    micro_batch["ref_per_token_logps"] = self._reference_pass(micro_batch)
             # The last call of an optimizer step gets at least one: in its backward pass processes exchange gradients.
             planned += spread(cut, n_batches)
         return planned
@@ -588,10 +661,11 @@ class OPOTrainer(GRPOTrainer):
         alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
         if not (alone and self.args.skip_inert_rows):
             return torch.zeros_like(rows["opo_idle"])
-        if not self.policy_objective.pulls_back:
-            return rows["opo_target"] == 0
         # Log-probabilities of an override may be those of another policy.
-        return rows["opo_idle"] & (on_policy and "old_per_token_logps" not in rows)
+        unmoved = on_policy and "old_per_token_logps" not in rows
+        mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
+        never = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask, moved=True)
+        return never | (rows["opo_idle"] & unmoved)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         """
@@ -631,7 +705,7 @@ class OPOTrainer(GRPOTrainer):
         losses, report = self._sample_losses(inputs, logps, entropies)
         reports = [report]
         if "opo_skipped" in inputs:
-            unmoved = self.policy_objective.pulls_back or "old_per_token_logps" not in inputs
+            unmoved = "old_per_token_logps" not in inputs
             reports.append(SampleReport.of_skipped(inputs["opo_skipped"], inputs["opo_mu"].max(), on_policy=unmoved))
         loss = losses.sum()
         if self.aux_loss_enabled:
@@ -652,7 +726,8 @@ class OPOTrainer(GRPOTrainer):
         if self.beta != 0.0:
             reference, corrected = inputs["ref_per_token_logps"], self.args.use_bias_correction_kl
             kl = self.policy_objective.kl(reference, samples, corrected=corrected)
-        # Until a step with a gradient, the log-ratio of an idle sample may be rounding only; Adam would step by it.
+        # Until a step may have moved the policy, the log-ratio of an idle sample is only rounding, and Adam would make
+        # a full step of it.
         idle = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no gradient
         still = idle & (inputs["opo_step"] >= self._skipped.moved_at)
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
@@ -753,7 +828,7 @@ class OPOTrainer(GRPOTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
-        return self._skipped.check(model, norm, step=self.state.global_step + 1)
+        return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions

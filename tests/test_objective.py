@@ -30,6 +30,7 @@ from by_hand import (
 from scipy.optimize import minimize
 from torch.testing import assert_close
 
+from opo_trl import OPOConfig
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import (
     OPO,
@@ -42,6 +43,7 @@ from opo_trl.objective import (
     project,
     stiffness_for_radius,
 )
+from opo_trl.objectives import OBJECTIVES, TOPR, objective_named
 
 
 @pytest.fixture(autouse=True)
@@ -325,6 +327,12 @@ def opo(**fields) -> OPO:
     return OPO(ObjectiveConfig(**{"mu": 0.3, "log_ratio_clamp": 1.0, **fields}))
 
 
+def of(name: str) -> Objective:
+    """The objective of this name, with the default fields."""
+    args = OPOConfig(objective=name, output_dir="unused", report_to="none", use_cpu=True, bf16=False)
+    return objective_named(name)(args)
+
+
 def test_clamp_bounds_and_marks_the_reduced_log_ratio_but_not_its_gradient():
     logps = f64([[-1.0, -1.0], [-9.0, -9.0], [-1.0, -1.0], [-1.0, -9.0], [-1.0, -math.inf]]).requires_grad_()
     anchor = f64([[-2.0, -2.0], [-1.0, -1.0], [-9.0, -9.0], [-9.0, -2.0], [-1.0, -1.0]])
@@ -414,6 +422,45 @@ def test_zero_gradient_is_read_from_the_loss_itself(kind, expected):
     assert kind(opo().args).zero_gradient(target, torch.full((4,), 0.3), mask).tolist() == expected
     unusable = torch.tensor([torch.inf, torch.nan])
     assert not opo().zero_gradient(unusable, torch.ones(2), torch.ones(2, 1).bool()).any()
+
+
+class Held(TOPR):
+    """TOPR with another pull-back."""
+
+    def __init__(self, pull):
+        super().__init__(of("topr").args)
+        self.pull = pull
+
+    def terms(self, log_ratio, weights, samples):
+        push, _ = super().terms(log_ratio, weights, samples)
+        return push, self.pull(samples.sum(samples.log_ratios), samples)
+
+
+@pytest.mark.parametrize(
+    "pull",
+    [
+        lambda total, samples: total.square(),
+        lambda total, samples: (total - 0.5).clamp(min=0),
+        lambda total, samples: (-total - 0.5).clamp(min=0),
+        lambda total, samples: total.clamp(-0.02, 0.02).square(),
+        lambda total, samples: samples.sum((samples.log_ratios - 0.5).clamp(min=0)),
+        lambda total, samples: samples.sum(samples.log_ratios.clamp(-0.02, 0.02).square()),
+    ],
+    ids=["everywhere", "above", "below", "within", "tokens above", "tokens within"],
+)
+@pytest.mark.parametrize("length", [1, 3, 500])
+def test_a_pull_back_is_read_from_the_loss_of_a_policy_that_has_moved(pull, length):
+    mask = torch.ones(2, length).bool()
+    mask[1] = False
+    held = Held(pull).zero_gradient(torch.zeros(2), torch.ones(2), mask, moved=True)
+    assert held.tolist() == [False, True]  # no token of the second completion counts
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_which_published_losses_pull_back(name):
+    target, mask = torch.tensor([0.5, -0.5, 0.0]), torch.ones(3, 500).bool()
+    rests = of(name).zero_gradient(target, torch.full((3,), 0.3), mask, moved=True)
+    assert rests.tolist() == [False, False, name != "opo"]
 
 
 def test_objective_asks_for_the_advantages_of_valid_rows():

@@ -107,12 +107,33 @@ def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):
         trained(tiny_model, tmp_path, trainer_class=MadeFromScratch, max_steps=1, objective="topr")
 
 
-@pytest.mark.parametrize(("objective", "skipped"), [("topr", 0.5), ("opo", 0.0)])
+class Held(TOPR):
+    """TOPR with Kimi's pull-back, μ/2 · Δ²."""
+
+    def terms(self, log_ratio, weights, samples):
+        push, _ = super().terms(log_ratio, weights, samples)
+        return push, 0.15 * log_ratio.square()
+
+
+class HeldTrainer(RecordingOPO):
+    objective_class = Held
+
+
+@pytest.mark.parametrize(
+    ("objective", "trainer_class", "skipped"),
+    [("topr", RecordingOPO, 0.5), ("opo", RecordingOPO, 0.0), ("topr", HeldTrainer, 0.0)],
+)
 def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
-    tiny_model, tmp_path, objective, skipped
+    tiny_model, tmp_path, objective, trainer_class, skipped
 ):
     """In the second pass, when the policy has moved: the gradient is as with them."""
-    options = {"objective": objective, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.02}
+    options = {
+        "objective": objective,
+        "trainer_class": trainer_class,
+        "num_iterations": 2,
+        "max_steps": 2,
+        "learning_rate": 0.02,
+    }
     rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     with_all, without = (
         trained(tiny_model, tmp_path / str(skips), script=Script(rewards), skip_inert_rows=skips, **options)

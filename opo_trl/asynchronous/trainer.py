@@ -138,7 +138,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         self.policy_objective = kind(args)
         if not (self.objective_class or issubclass(kind, OPO)):
             self._name, self._paper = f"Async{kind.__name__}", {}  # of the model card
-        self._skipped = SkippedSteps(args, self.accelerator)
+        self._skipped = SkippedSteps(args, self.accelerator, self.optimizer)
         self._collated: deque[set[int]] = deque()  # groups of each micro-batch that waits; where batches are collated
         # Of the current optimizer step: micro-batches, their groups and reports, and passes over them that are left
         self._batches_of_step: list[Any] = []
@@ -322,7 +322,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm)
-        return self._skipped.check(model, norm, step=self.state.global_step + 1)
+        return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *inputs, **named):
         with self._skipped.end_of_step(self):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..trl import MULTIMODAL_KEYS
 from .prompts import PromptStream
-from .rows import completion_tokens, concatenate, exchange_rows, gather_samples, have_spread, take_rows, to_width
+from .rows import completion_tokens, concatenate, equal_rewards, exchange_rows, gather_samples, take_rows, to_width
 
 
 Rollout = dict[str, Any]
@@ -75,9 +75,9 @@ class DynamicSampling:
     def _zero_variance(self, rollout: Rollout, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
         _, length, _, _, per_func = gather_samples(rollout, None, self.accelerator)
-        rewards = (per_func * reward_weights.cpu().double()).nansum(dim=1)
         valid = (length > 0) & ~per_func.isnan().all(dim=1)
-        return (~have_spread(rewards, valid, self.num_generations)).nonzero().flatten().tolist()
+        equal, _ = equal_rewards(per_func, reward_weights.cpu().double(), valid, self.num_generations)
+        return equal[:: self.num_generations].nonzero().flatten().tolist()
 
     def _replace(self, rollout: Rollout, further: Rollout, places: list[int], groups: list[int]) -> Rollout:
         """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""

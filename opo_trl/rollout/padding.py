@@ -9,6 +9,8 @@ padding; they get the positions of generation.
 
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,19 +70,25 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
     def distance(one: Tensor, other: Tensor) -> Tensor:
         return (one - other).square().mean().sqrt()
 
-    training = model.training
-    for module in model.modules():  # on some CPUs, evaluation rounds bitsandbytes' weights anew, for good
-        module.training = type(module).__name__ == "Linear4bit"
     checkpointing: Any = trainer.args.gradient_checkpointing_kwargs
-    with disable_gradient_checkpointing(model, checkpointing):
+    with evaluating(model), disable_gradient_checkpointing(model, checkpointing):
         alone = logps()
         noise = distance(logps(first=2), logps(first=1))  # some models reset themselves at position 0
         found = [distance(logps(left=8), alone), distance(logps(right=8), alone)]
-    model.train(training)
     longest = input_ids.size(1) - width + (trainer.args.max_completion_length or width)
     scales = alone.new_tensor(torch.inf if longest > _context(model.config) else 0.0)
     table = trainer.accelerator.gather(torch.stack([*found, scales, noise])[None].to(trainer.accelerator.device))
     return bool((table[:, :-1] <= (4 * table[:, -1:]).clamp(min=2 * _precision(trainer) ** 0.5)).all())
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Within this context the model has no dropout."""
+    training = model.training
+    for module in model.modules():  # on some CPUs, evaluation rounds bitsandbytes' weights anew, for good
+        module.training = type(module).__name__ == "Linear4bit"
+    yield
+    model.train(training)
 
 
 def _context(config: Any) -> float:
@@ -98,6 +106,13 @@ def _precision(trainer: Any) -> float:
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
     kinds = {each.dtype for each in trainer.model.parameters() if each.is_floating_point()} | {mixed or torch.float32}
     return max(torch.finfo(kind).eps for kind in kinds)
+
+
+def rounding_of_logps(trainer: Any) -> float:
+    """Root mean square difference up to which log-probabilities of tokens are the same but for rounding, in nats."""
+    precision = _precision(trainer)
+    # The bound of `is_harmless`, but in float32, where a small step of the policy would be within it, a lower one.
+    return min(2 * precision**0.5, 1000 * precision)
 
 
 def reject_other_widths(args: Any) -> None:

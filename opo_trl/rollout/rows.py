@@ -23,6 +23,9 @@ from ..trl import MULTIMODAL_KEYS
 # Entries with a column per token of the prompt, padded on the left. All others are padded on the right.
 PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
 
+# Units of float32's rounding in a sum of rewards over functions, and in the mean over a group.
+ROUNDING_ERRORS = 8
+
 
 def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int, passed: int = 0) -> np.ndarray:
     """
@@ -144,12 +147,34 @@ def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
     return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
 
 
-def have_spread(values: torch.Tensor, counts: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Groups with different `values`, `[N]`, among those that count (bool `[N]`): bool, `[N / num_generations]`."""
+def have_spread(
+    values: torch.Tensor, counts: torch.Tensor, num_generations: int, rounding: torch.Tensor | float = 0.0
+) -> torch.Tensor:
+    """
+    Groups whose `values`, `[N]`, differ by more than `rounding`, `[N / num_generations]`, among those that count (bool
+    `[N]`): bool, `[N / num_generations]`.
+    """
     values, counts = values.view(-1, num_generations), counts.view(-1, num_generations)
     # Not a standard deviation near zero: its rounding errors would depend on the size of the values.
     highest = values.masked_fill(~counts, -torch.inf).amax(dim=1)
-    return highest > values.masked_fill(~counts, torch.inf).amin(dim=1)
+    lowest = values.masked_fill(~counts, torch.inf).amin(dim=1)
+    return highest > lowest + rounding
+
+
+def equal_rewards(
+    rewards: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, num_generations: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Samples of groups whose rewards are all equal, bool `[N]`: the weighted sums of `rewards`, `[N, number of
+    functions]` with NaN for no score, of the samples that count (bool `[N]`) differ by no more than rounding.
+
+    Besides, that rounding, `[N]`: how far such a sum, or its difference to the group's mean, may be off.
+    """
+    terms = rewards * weights
+    largest = terms.abs().nansum(dim=1).view(-1, num_generations).amax(dim=1)
+    rounding = ROUNDING_ERRORS * torch.finfo(torch.float32).eps * largest
+    differ = have_spread(terms.nansum(dim=1), counts, num_generations, rounding)
+    return (~differ).repeat_interleave(num_generations), rounding.repeat_interleave(num_generations)
 
 
 def gather_samples(

@@ -5,31 +5,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer
 from transformers.optimization import GreedyLR
 
-from ..config import updates_in_backward
 from .checkpoint import last_complete
 
 
 logger = get_logger(__name__)
 
+# Optimizers, by package and class, that leave the weights as they are as long as every gradient is 0.
+REST_WITHOUT_GRADIENT = {
+    "torch.SGD",
+    "torch.Adam",
+    "torch.AdamW",
+    "torch.Adagrad",
+    "torch.RMSprop",
+    "transformers.Adafactor",
+    "deepspeed.FusedAdam",
+    "deepspeed.DeepSpeedCPUAdam",
+}
+
 
 class SkippedSteps:
     """
     Counts steps whose gradient is not finite, and ends the run after too many in a row (`max_skipped_steps`).
-    `moved_at` is the number of the last step with a gradient other than 0; 0 before the first.
+    `moved_at` is the number of the last step that may have moved the policy; 0 before the first.
     """
 
-    def __init__(self, args: Any, accelerator: Accelerator):
+    def __init__(self, args: Any, accelerator: Accelerator, optimizer: Any):
         self.args, self.accelerator = args, accelerator
         self.total = self.in_a_row = self.moved_at = 0
+        # Whether the optimizer may hold momentum, which moves the policy also in steps without a gradient
+        self.had_gradient = optimizer is not None and _has_state(optimizer)
         self._schedule_due = False  # whether the learning rate may have missed a skipped step
 
-    def check(self, model: Any, norm: Any, *, step: int) -> Any:
+    def check(self, model: Any, optimizer: Any, norm: Any, *, step: int) -> Any:
         """Drop the gradient of a `step` if it is not finite; returns its `norm` for the log."""
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
@@ -40,13 +54,24 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self._schedule_due = skipped
         if not skipped:
-            if norm != 0 or updates_in_backward(self.args):
+            self.had_gradient = self.had_gradient or norm != 0
+            if self._may_move(optimizer):
                 self.moved_at = step
             return norm
         model.zero_grad()  # optimizers skip parameters without a gradient
         self.total += 1
         logger.warning(f"Step {step} is skipped: its gradient is not finite.")
         return math.nan
+
+    def _may_move(self, optimizer: Any) -> bool:
+        """Whether the step that the optimizer is about to take can change a weight."""
+        while hasattr(optimizer, "optimizer"):  # wrapped by Accelerate or DeepSpeed
+            optimizer = optimizer.optimizer
+        kind = type(optimizer)
+        name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
+        groups = [group for group in optimizer.param_groups if group["lr"] != 0]
+        decays = any(group.get("weight_decay") for group in groups)
+        return bool(groups) and (self.had_gradient or decays or name not in REST_WITHOUT_GRADIENT)
 
     @contextmanager
     def end_of_step(self, trainer: Trainer) -> Iterator[None]:
@@ -69,3 +94,9 @@ class SkippedSteps:
         self._schedule_due = False
         if held and not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
+
+
+def _has_state(optimizer: Any) -> bool:
+    """Whether an optimizer has made steps with a gradient before this run, and remembers them."""
+    values = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    return any(bool(value.any()) for value in values if isinstance(value, torch.Tensor))

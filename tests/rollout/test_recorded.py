@@ -15,12 +15,14 @@ from helpers import (
     even_tokens,
     logged,
     make_trainer,
+    norm,
     relative_error,
     snapshot,
     trained,
     without_times,
 )
 from invariance.launch import launch, logs
+from peft import LoraConfig
 from safetensors.torch import load_file
 
 from opo_trl import OPOConfig
@@ -33,6 +35,8 @@ from opo_trl.train import main
 
 # Two optimizer steps per rollout, each with another policy than the one that has written its completions.
 STEPS = {"steps_per_generation": 4, "max_steps": 6, "shuffle_dataset": False, "learning_rate": 0.02}
+# Makes full steps of any gradient, also of rounding.
+EQUAL = {**STEPS, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 2}
 NOT_NEEDED = ("train_dataset", "reward_funcs", "rollout_func")
 GENERATES = {"rollout_func": None, "reward_funcs": even_tokens}
 ROW = {"prompt": "1+1=", "completion": "2", "reward": 1.0}
@@ -118,6 +122,10 @@ def record_and_repeat(model: str, folder: str) -> None:
         run = replayed(model, place / name, source, **STEPS | sizes | options)
         if rank == "0":
             run.model.save_pretrained(place / name)
+    equal = [{**row, "reward": 1.0} for row in rows_of(place / "run" / "rollouts")]
+    run = replayed(model, place / "equal", written(place, equal, f"equal_{rank}.jsonl"), **EQUAL | sizes)
+    now = snapshot(run.accelerator.unwrap_model(run.model))
+    assert all(torch.equal(now[name], weight) for name, weight in run.initial.items())
 
 
 def test_two_processes_record_and_train_as_one(tiny_model, tmp_path):
@@ -176,9 +184,61 @@ def test_groups(tmp_path, caplog):
 
 def test_reference_policy_with_one_step_per_rollout(tiny_model, tmp_path, recorded):
     """TRL then makes no pass for the behaviour policy, whose place the reference's would take."""
-    run = replayed(tiny_model, tmp_path, recorded, steps_per_generation=2, beta=0.1, max_steps=1)
+    run = replayed(tiny_model, tmp_path, recorded, steps_per_generation=2, beta=0.1, max_steps=2)
     assert logged(run)[0]["kl"] == 0
-    assert logged(run)[0]["opo/off_policy_steps"] == 1
+    # The policy itself has recorded the first rollout.
+    assert [entry["opo/off_policy_steps"] for entry in logged(run)] == [0, 1]
+
+
+# Where the policy has not moved, its own log-probabilities and recorded ones differ by rounding only.
+
+
+def with_equal_rewards(folder: Path, recorded: Path) -> str:
+    """A file with the recorded completions, whose rewards are all 1."""
+    return written(folder, [{**row, "reward": 1.0} for row in rows_of(recorded)], "equal.jsonl")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 2},
+        {"steps_per_generation": 2, "objective": "grpo"},
+        {"beta": 0.1},
+        {"trainer_arguments": {"peft_config": LoraConfig(r=4, lora_dropout=0.5, target_modules="all-linear")}},
+        {"adaptive_temperature": True},
+    ],
+    ids=["opo", "two passes", "grpo", "kl", "lora dropout", "escort weights of log-probabilities"],
+)
+def test_own_completions_without_a_signal_change_nothing(tiny_model, tmp_path, recorded, options):
+    run = replayed(tiny_model, tmp_path, with_equal_rewards(tmp_path, recorded), **EQUAL, **options)
+    now = snapshot(run.model)
+    assert all(torch.equal(now[name], weight) for name, weight in run.initial.items())
+
+
+def test_own_completions_in_bfloat16_without_a_signal_change_nothing(tiny_model, tmp_path):
+    low = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    trained(tiny_model, tmp_path, save_rollouts=True, **STEPS | {"max_steps": 1}, **low)
+    run = replayed(tiny_model, tmp_path, with_equal_rewards(tmp_path, tmp_path / "rollouts"), **EQUAL, **low)
+    now = snapshot(run.model)
+    assert all(torch.equal(now[name], weight) for name, weight in run.initial.items())
+
+
+def test_completions_of_another_model_pull_without_a_signal(tiny_model, tmp_path, recorded):
+    """Beside own ones, which rest: their rounding has no effect."""
+    rows = [{**row, "reward": 1.0} for row in rows_of(recorded)]
+    gradients = []
+    for rounding in (0.0, 2e-6):
+        shifts = [0.1 if number % 2 else rounding for number in range(len(rows))]
+        shifted = [
+            {**row, "logprobs": [logp - shift for logp in row["logprobs"]]}
+            for row, shift in zip(rows, shifts, strict=True)
+        ]
+        file = written(tmp_path, shifted, f"{rounding}.jsonl")
+        run = replayed(tiny_model, tmp_path, file, **EQUAL | {"max_steps": 1})
+        gradients.append(run.steps[0].gradient)
+    assert norm(gradients[0]) > 0.01
+    assert distance(*gradients) == 0
 
 
 def test_recorded_rewards_are_those_of_the_run_whatever_its_weights(tiny_model, tmp_path):
