@@ -9,6 +9,8 @@ from helpers import (
     Script,
     free_port,
     make_trainer,
+    snapshot,
+    trained,
 )
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import distributed
@@ -137,3 +139,40 @@ def test_gathered_weights_are_sharded_again_before_they_are_sent():
             assert all(isinstance(parameter, DTensor) for parameter in model[1].parameters())
     finally:
         distributed.destroy_process_group()
+
+
+# A rollout without a signal
+
+
+def continued(folder: str, dropout: float = 0.0) -> PeftModel:
+    """A model with an adapter that has been trained before: it changes the model's outputs."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+
+
+def unmoved(trainer) -> bool:
+    now = snapshot(trainer.model)
+    return all(torch.equal(now[name], weight) for name, weight in trainer.initial.items())
+
+
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
+
+
+@pytest.mark.parametrize("kind", ["new", "continued"])
+def test_kl_of_an_adapter_that_is_its_reference_moves_nothing(tiny_model, tmp_path, kind):
+    model, peft_config = (tiny_model, lora()) if kind == "new" else (continued(tiny_model), None)
+    arguments = {"trainer_arguments": {"peft_config": peft_config}, "script": Script([1.0] * 8, seed=3)}
+    steps = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
+    assert unmoved(trained(model, tmp_path, **arguments, **OPTIONS, **steps, **ADAMW))
+
+
+def test_own_completions_of_an_adapter_with_dropout_are_recognized(tiny_model, tmp_path):
+    script, several = Script([1.0] * 8), {"steps_per_generation": 4, "max_steps": 2}
+    trained(continued(tiny_model), tmp_path, script=script, save_rollouts=True, **several)
+    replay = {"rollouts": str(tmp_path / "rollouts")}
+    arguments = dict.fromkeys(("train_dataset", "reward_funcs", "rollout_func"))
+    run = trained(
+        continued(tiny_model, 0.5), tmp_path / "again", trainer_arguments=arguments, **replay, **several, **ADAMW
+    )
+    assert unmoved(run)
