@@ -276,8 +276,9 @@ def test_weight_decay_is_pulled_back_from_the_first_step(tiny_model, tmp_path):
 def test_a_step_of_learning_rate_0_moves_nothing(tiny_model, tmp_path):
     """The first one of a warmup, with weight decay."""
     options = {**ADAMW, "weight_decay": 0.5, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
-    passes = {"num_iterations": 2, "max_steps": 2}  # of which the second has micro-batches of other shapes
-    trainer = trained(tiny_model, tmp_path, script=Script([1.0] * 8), **passes, **options)
+    # The second step has micro-batches of other shapes than the pass over the rollout.
+    passes = {"num_iterations": 2, "max_steps": 2, "steps_per_generation": 4}
+    trainer = trained(tiny_model, tmp_path, script=Script([1.0] * 8, max_length=12), **passes, **options)
     assert [norm(step.gradient) for step in trainer.steps] == [0, 0]
     assert trainer._skipped.moved_at == 2
 
