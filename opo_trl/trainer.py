@@ -51,7 +51,7 @@ from .metrics.step_clock import StepClock
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import checked
-from .rollout import checkpoint, padding, reference, shared_prompts
+from .rollout import checkpoint, padding, reference, sampling, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
@@ -174,8 +174,6 @@ class OPOTrainer(GRPOTrainer):
         if (ends := generation.get("stop_token_ids" if args.use_vllm else "eos_token_id")) is not None:
             ends = [ends] if isinstance(ends, int) else ends
             self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
-        if not args.use_vllm:  # what is left open, Transformers takes from the model's own generation_config.json
-            self.generation_config.update(**{"num_beams": 1, "guidance_scale": 1, **generation})
         if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
             raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
         if args.rollouts is not None:
@@ -188,6 +186,7 @@ class OPOTrainer(GRPOTrainer):
         if not (self.objective_class or issubclass(kind, OPO)):
             self._name, self._paper = kind.__name__, {}  # of the model card
         self._evaluated = []
+        self._said_of_sampling: set[str] = set()  # An evaluation's copy of this trainer has the same set.
         self._begin()
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
@@ -308,13 +307,26 @@ class OPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list):
         training = self.model.training
-        with self._clock.phase("generate"):
+        with self._clock.phase("generate"), self._sampled_by_its_fields():
             generated = super()._generate(prompts)
         if self.args.save_rollouts:
             self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
         self._skips_pass = not (self.args.is_aligned or self._needs_pass)  # TRL's pass over the rollout comes next
         return generated
+
+    def _sampled_by_its_fields(self) -> AbstractContextManager[None]:
+        """Within, Transformers takes no cut-off from the model's own `generation_config.json`, as vLLM takes none."""
+        if self.use_vllm:
+            return nullcontext()
+        own = sampling.closed(
+            self.generation_config,
+            self.model,
+            chosen=cast(dict, self.args.generation_kwargs or {}),
+            continuous=self.use_transformers_continuous_batching,
+            said=self._said_of_sampling if self.rollout_func is None else None,
+        )
+        return temporarily(self, generation_config=own)
 
     @property
     def _needs_pass(self) -> bool:

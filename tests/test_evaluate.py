@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import SMALL, even_tokens
+from helpers import CONTINUOUS, SMALL, even_tokens
 from invariance.launch import launch, logs
 from trl import GRPOConfig, GRPOTrainer
 
@@ -138,13 +138,6 @@ def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_mode
 
 
 # Generated and scored as in training
-
-
-CONTINUOUS = {
-    "use_transformers_continuous_batching": True,
-    # By default it takes half of the memory.
-    "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
-}
 
 
 async def asynchronous_reward(completion_ids, solution, **columns):

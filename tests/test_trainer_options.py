@@ -5,13 +5,18 @@ Every option of TRL that affects the loss does in OPOTrainer what its documentat
 independent float64 computation.
 """
 
+import copy
 import functools
+import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from helpers import (
+    CONTINUOUS,
     EXACT,
     PROMPTS,
     Reference,
@@ -31,6 +36,8 @@ from peft import LoraConfig, get_peft_model
 from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
+
+from opo_trl.evaluate import evaluate
 
 
 OFF_POLICY = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
@@ -251,21 +258,100 @@ def test_a_completion_ends_where_its_generation_did(tiny_model, tmp_path):
     assert logged(trainer)[0]["completions/clipped_ratio"] == 1 - finished.float().mean()
 
 
-def test_completions_are_sampled_whatever_the_models_own_configuration_asks_for(tiny_model, tmp_path, monkeypatch):
-    model, used = AutoModelForCausalLM.from_pretrained(tiny_model), []
-    model.generation_config.num_beams, model.generation_config.guidance_scale = 2, 1.5
-    prepare = model._prepare_generation_config
+# Of a model's generation_config.json; each by itself changes what Transformers generates, or how much of it.
+ASKED_FOR = {
+    "min_p": 0.3,
+    "top_h": 0.3,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.05,
+    "eta_cutoff": 0.05,
+    "encoder_repetition_penalty": 1.5,
+    "no_repeat_ngram_size": 1,
+    "encoder_no_repeat_ngram_size": 1,
+    "bad_words_ids": [[token] for token in range(60, 110)],
+    "sequence_bias": [[[80], 9.0]],
+    "min_length": 90,
+    "min_new_tokens": 12,
+    "exponential_decay_length_penalty": [2, 1.9],
+    "guidance_scale": 1.6,
+    "watermarking_config": {"bias": 5.0},
+    "num_beams": 2,
+    "num_return_sequences": 2,
+    "prompt_lookup_num_tokens": 3,
+    "max_time": 1e-6,
+    "stop_strings": ["a"],
+    "return_dict_in_generate": True,
+}
+OVERRULED = {"do_sample": False, "temperature": 0.3, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.8}
 
-    def prepared(*inputs, **named):
-        config, *others = prepare(*inputs, **named)
-        used.append((config.num_beams, config.guidance_scale, config.do_sample))
-        return config, *others
 
-    monkeypatch.setattr(model, "_prepare_generation_config", prepared)
+def sampled(folder: str, path: Path, asked_for: dict, **options):
+    """A trainer that has sampled one rollout with a model whose generation_config.json asks for something more."""
+    model = path / "model"
+    shutil.copytree(folder, model, dirs_exist_ok=True)
+    of_model = json.loads((Path(folder) / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(of_model | asked_for))
     rewards = {"reward_funcs": lambda completions, **_: [0.0] * len(completions), "rollout_func": None}
-    arguments = {**rewards, "processing_class": make_tokenizer()}
-    make_trainer(model, tmp_path, trainer_arguments=arguments, max_steps=1).train()
-    assert {*used} == {(1, 1, True)}
+    return trained(str(model), path, trainer_arguments=rewards | options.pop("trainer_arguments", {}), **options)
+
+
+@pytest.mark.parametrize("kind", ["generate", "continuous batching", "adapter"])
+def test_nothing_of_the_models_generation_config_changes_what_is_sampled(tiny_model, tmp_path, kind, caplog):
+    options = {
+        "generate": {},
+        "continuous batching": CONTINUOUS,
+        "adapter": {"trainer_arguments": {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}},
+    }[kind]
+    trainer = sampled(tiny_model, tmp_path, ASKED_FOR | OVERRULED, **options)
+    plain = sampled(tiny_model, tmp_path, {}, **options)
+    assert torch.equal(trainer.rollouts[0].completion_ids, plain.rollouts[0].completion_ids)
+    (said,) = [record.message for record in caplog.records if "generation_config" in record.message]
+    assert all(name in said for name in ASKED_FOR)
+    assert "min_p=0.3" in said
+    assert not any(f" {name}=" in said for name in OVERRULED)
+    assert trainer.model.generation_config.min_p == 0.3  # and is saved with the model
+
+
+@pytest.mark.parametrize("decoding", ["sampled", "greedy"])
+def test_nothing_of_the_models_generation_config_changes_an_evaluation(tiny_model, tmp_path, decoding):
+    """Each field by itself, edited in Python after the trainer was made."""
+    problems = Dataset.from_dict({"prompt": PROMPTS[:4]})
+    trainer = sampled(tiny_model, tmp_path, {"eos_token_id": [2, *range(60, 75)]})
+    expected = evaluate(trainer, problems, decoding=decoding).samples
+    own = trainer.model.generation_config
+    for name, value in (ASKED_FOR | OVERRULED).items():
+        trainer.model.generation_config = copy.deepcopy(own)
+        setattr(trainer.model.generation_config, name, value)
+        assert evaluate(trainer, problems, decoding=decoding).samples == expected, name
+
+
+def test_tokens_that_the_models_generation_config_ends_forces_or_suppresses(tiny_model, tmp_path, caplog):
+    absent = [*range(50, 150)]
+    asked_for = {"eos_token_id": [2, 40], "suppress_tokens": absent, "forced_eos_token_id": 2}
+    ids = sampled(tiny_model, tmp_path, asked_for).rollouts[0].completion_ids
+    assert not torch.isin(ids, torch.tensor(absent)).any()
+    assert torch.isin(ids, torch.tensor([2, 40])).any(dim=1).all()
+    (said,) = [record.message for record in caplog.records if "generation_config" in record.message]
+    assert all(name in said for name in asked_for)
+    own = sampled(tiny_model, tmp_path, asked_for, generation_kwargs={"suppress_tokens": [7]}).rollouts[0]
+    assert torch.isin(own.completion_ids, torch.tensor(absent)).any()
+    batched = sampled(tiny_model, tmp_path, asked_for, **CONTINUOUS).rollouts[0]
+    assert not torch.isin(batched.completion_ids, torch.tensor(absent)).any()
+
+
+def test_what_the_user_sets_is_what_samples(tiny_model, tmp_path):
+    def ids(asked_for=None, **options):
+        return sampled(tiny_model, tmp_path, asked_for or {}, **options).rollouts[0].completion_ids
+
+    plain, cut = ids(), ids(generation_kwargs={"typical_p": 0.1})
+    assert not torch.equal(cut, plain)
+    assert torch.equal(cut, ids({"typical_p": 0.5}, generation_kwargs={"typical_p": 0.1}))
+    assert torch.equal(ids(min_p=0.3), ids({"min_p": 0.1}, min_p=0.3))
+    nothing = {"top_k": None, "top_p": None, "repetition_penalty": None}
+    assert torch.equal(plain, ids(OVERRULED, **nothing))
+    assert torch.equal(
+        plain, ids(OVERRULED, generation_kwargs={**nothing, "temperature": None, "max_new_tokens": None})
+    )
 
 
 def test_tokens_that_stop_vllm_end_completions_too(tiny_model, tmp_path, monkeypatch):

@@ -101,6 +101,10 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         ("args", "state", "control"),
     ),
     "transformers.trainer_callback.ProgressCallback": {"__init__": (), "on_log": ("args", "state", "control", "logs")},
+    "transformers.GenerationConfig": {
+        "update": ("defaults_only", "allow_custom_entries"),  # by which `generate` adds those of the model's own
+        "_get_default_generation_params": (),
+    },
     "transformers.PreTrainedModel": {"is_backend_compatible": ()},
     "transformers.PreTrainedConfig": {"_attn_implementation": None},
     "transformers.integrations.deepspeed": {"_hf_deepspeed_config_weak_ref": None},

@@ -22,6 +22,7 @@ from ..asynchronous.in_process import InProcessWorker
 from ..asynchronous.trainer import AsyncOPOTrainer
 from ..fields import COUNT_OR_ZERO, require, setting
 from ..rewards.checked import checked_reward
+from ..rollout import sampling
 
 
 # Without an anchor nothing is parsed: TRL then takes a response's text without special tokens, as other trainers do.
@@ -76,6 +77,7 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
         ends: Any = {"eos_token_id": self.eos_token_ids, "pad_token_id": tokenizer.pad_token_id}
         length, temperature = args.max_completion_length, float(args.temperature)
         self.generation_config = GenerationConfig(max_new_tokens=length, temperature=temperature, **unfiltered, **ends)
+        self._said_of_sampling: set[str] = set()
         updates = f"each trained on {args.num_iterations} times; weights are sent every {args.weight_sync_steps} steps"
         rollout = f"{args.num_generations} completions per prompt, {updates}"
         objective = self.policy_objective.describe_objective()
@@ -103,8 +105,9 @@ class AsyncRecipeTrainer(AsyncOPOTrainer):
             register_fsdp_forward_method(self.model, "generate")  # PEFT's calls the inner model
         packed = self.model.config._attn_implementation  # along TRL's trees, which the rows of a generation are not
         self.model.set_attn_implementation("sdpa")
+        own = sampling.closed(self.generation_config, self.model, said=self._said_of_sampling)
         try:
-            made = self.model.generate(**asked.to(self.accelerator.device), generation_config=self.generation_config)
+            made = self.model.generate(**asked.to(self.accelerator.device), generation_config=own)
         finally:
             self.model.set_attn_implementation(packed)
         ids = made[:, asked["input_ids"].shape[1] :].tolist()

@@ -80,6 +80,14 @@ def test_accuracies_are_those_of_other_trainers(run, tmp_path):
         assert summary["after"][level]["greedy"] != expected
 
 
+def test_nothing_of_the_models_generation_config_changes_an_accuracy(tmp_path):
+    ready = prepare(arguments(RECIPE, **SHORT, output_dir=tmp_path))
+    problems, own = ready.data.validation.select(range(8)), ready.trainer.model.generation_config
+    expected = evaluate(ready.trainer, problems).samples
+    own.min_p, own.bad_words_ids = 0.9, [[token] for token in range(3, 9)]
+    assert evaluate(ready.trainer, problems).samples == expected
+
+
 def test_run_resumes_from_its_last_checkpoint(run):
     assert train(run, max_steps=5, resume_from_checkpoint="last") == 0
     steps = [line["step"] for line in read_lines(run / "log.jsonl") if "grad_norm" in line]

@@ -1,0 +1,96 @@
+"""
+Sampling from the policy, whatever the model's own `generation_config.json` asks for.
+
+Transformers fills each field that a trainer leaves open from the model's own configuration. A cut-off or a penalty
+from there would sample from another distribution than the policy, whose log-probabilities are trained.
+"""
+
+import logging
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import GenerationConfig
+
+from ..checks.text import printable
+
+
+logger = get_logger(__name__)
+
+# What a model's own configuration decides: which tokens end a completion and which never occur, which are forced or
+# excluded at its ends, and how generation is executed.
+_TOKENS = ("eos_token_id", "suppress_tokens")
+_TOKENS_AT_ENDS = ("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens")
+_EXECUTION = ("use_cache", "cache_implementation", "cache_config", "prefill_chunk_size")
+# Fields that a trainer's own always overrule, and what is not about sampling.
+_OVERRULED = ("do_sample", "temperature", "top_p", "top_k", "max_length", "pad_token_id", "bos_token_id")
+_METADATA = ("transformers_version", "_from_model_config")
+
+
+class _Closed(GenerationConfig):
+    """A configuration whose open fields are neutral: `generate` cannot fill them from the model's own."""
+
+    def update(self, defaults_only=False, allow_custom_entries=False, **values):
+        if allow_custom_entries:  # These values are those of the model's own configuration.
+            return {}
+        return super().update(defaults_only=defaults_only, **values)
+
+
+def closed(
+    config: GenerationConfig,
+    model: Any,
+    *,
+    chosen: Collection[str] = (),
+    continuous: bool = False,
+    said: set[str] | None = None,
+) -> GenerationConfig:
+    """
+    A trainer's configuration of generation, closed against that of its model, of which it takes only special tokens
+    and how to execute.
+
+    Args:
+        config: what TRL has made of the trainer's fields; not changed.
+        model: the policy, with its `generation_config`.
+        chosen: fields that the user has set in `generation_kwargs`.
+        continuous: whether it is for continuous batching, which does not know where a completion begins or ends.
+        said: what has been logged for this trainer about its model's configuration; `None` logs nothing.
+    """
+    result = _Closed()
+    vars(result).update(vars(config))
+    tokens = _TOKENS if continuous else _TOKENS + _TOKENS_AT_ENDS
+    usual, kept, removed = GenerationConfig._get_default_generation_params(), {}, {}
+    for name, value in model.generation_config.to_dict().items():
+        if value is None or value == usual.get(name) or name in (*chosen, *_OVERRULED, *_METADATA):
+            continue
+        is_open = getattr(result, name, None) is None
+        if name in tokens:
+            kept[name] = value
+        if name == "suppress_tokens":  # TRL itself suppresses the tokens of images.
+            result.suppress_tokens = sorted({*value, *(result.suppress_tokens or ())})
+        elif is_open and name in (*tokens, *_EXECUTION):
+            setattr(result, name, value)
+        elif is_open and value:
+            removed[name] = value
+    if said is not None:
+        _say(kept, removed, said)
+    return result
+
+
+def _say(kept: Mapping[str, Any], removed: Mapping[str, Any], said: set[str]) -> None:
+    """Log once what a model's own configuration decides, and what it asks for in vain."""
+
+    def named(values: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values.items())
+
+    whose = "The model's own generation_config"
+    sentences = []
+    if removed:
+        sentences.append(f"{whose} asks for {named(removed)}, which is left out: `generation_kwargs` can set it.")
+    if kept:
+        sentences.append(f"{whose} decides {named(kept)}.")
+    text = printable(" ".join(sentences))
+    if text and text not in said:
+        is_usual = not removed and kept.keys() <= {"eos_token_id"}
+        logger.log(logging.INFO if is_usual else logging.WARNING, text)
+        said.add(text)
