@@ -42,6 +42,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id, use_adapter
 
+from .checks.processes import check_processes
 from .checks.text import printable
 from .checks.weights import check_models, check_trainable
 from .config import OPOConfig
@@ -157,6 +158,7 @@ class OPOTrainer(GRPOTrainer):
     ):
         check_replaced()
         args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
+        check_processes(args.world_size)
         if args.rollouts is not None or args.save_rollouts:
             from .rollout.recorded import Recorded  # only such runs need it
 

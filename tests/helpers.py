@@ -656,8 +656,7 @@ def several_processes(folder: Path, sharding: str) -> list[str]:
     """
     Arguments that adapt a configuration of `recipes/accelerate` to small models and the device of these tests.
 
-    With `use_cpu`, DeepSpeed is off, and without a backend accelerate sees a single process. `cpu.yaml` does not work:
-    it always starts one process.
+    With `use_cpu`, DeepSpeed is off, and without a backend accelerate sees a single process.
     """
     config = yaml.safe_load((RECIPES / "accelerate" / f"{sharding}.yaml").read_text())
     path = folder / f"{sharding}.yaml"

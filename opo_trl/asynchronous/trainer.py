@@ -30,6 +30,7 @@ from trl.experimental.async_grpo import AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
+from ..checks.processes import check_processes
 from ..checks.weights import check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import OPO, Objective, Samples
@@ -108,6 +109,7 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         args = AsyncOPOConfig(f"{model.split('/')[-1]}-AsyncOPO") if args is None else args
         if not isinstance(args, AsyncOPOConfig):
             raise TypeError(f"`args` is a `{type(args).__name__}`: change the class to `AsyncOPOConfig`.")
+        check_processes(args.world_size)
         # TRL's worker, and ours, apply a chat template to every prompt.
         worker = options.get("rollout_worker")
         text = worker is not None and not hasattr(worker, "_loop_kwargs")

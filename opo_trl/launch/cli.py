@@ -11,12 +11,14 @@ The `opo-trl` command.
 """
 
 import argparse
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,10 +124,10 @@ def copy_out(name: str, output: Path) -> list[Path]:
 def _train(argv: list[str]) -> int:
     """Launch `opo_trl.train` through accelerate, which also gets every option that is not a field of a recipe."""
     print("Loading libraries …", file=sys.stderr, flush=True)  # which takes seconds
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from .. import trl  # noqa: F401  checks versions
+    from ..trl import temporarily  # checks versions
     from .recipe import launch_words, read, set_variables
     from .signals import pass_on_signals
 
@@ -137,10 +139,11 @@ def _train(argv: list[str]) -> int:
     for word in given.unknown:  # argparse returns them in their order
         place = known.index(word, place)
         del known[place]
-    options = launch_command_parser().parse_args([*words, "-m", "opo_trl.train", *known])
+    options = launch.launch_command_parser().parse_args([*words, "-m", "opo_trl.train", *known])
     pass_on_signals()
     try:
-        launch_command(options)
+        with temporarily(launch, simple_launcher=partial(_start, launch.simple_launcher, launch.multi_gpu_launcher)):
+            launch.launch_command(options)
     except subprocess.CalledProcessError as error:
         code = error.returncode
     except ChildFailedError as error:
@@ -153,6 +156,18 @@ def _train(argv: list[str]) -> int:
     said = "opo-trl train: error: a training process was ended by"
     print(f"{said} {name}. Continue with `--resume_from_checkpoint auto`.", file=sys.stderr)
     return 128 - code  # as in a shell
+
+
+def _start(alone: Callable, together: Callable, options: Any) -> None:
+    """
+    Start as many processes as are asked for, where accelerate would start one `alone`: on a CPU, and with a
+    configuration for one GPU.
+    """
+    if options.mpirun_hostfile is None and (options.num_processes or 1) > 1:
+        os.environ["ACCELERATE_USE_CPU"] = str(options.cpu or options.use_cpu)
+        together(options)
+    else:
+        alone(options)
 
 
 if __name__ == "__main__":

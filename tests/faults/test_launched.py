@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from helpers import devices_for, environment, several_processes, wait_until
+from helpers import USE_CPU, devices_for, environment, several_processes, wait_until
 
 from opo_trl.checks.files import read_lines
 from opo_trl.rollout.checkpoint import last_complete
@@ -36,7 +36,7 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen, list[
     fields = {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": folder / "run", "num_processes": 2}
     fields |= {"per_device_train_batch_size": OPTIONS["per_device_train_batch_size"] // 2, "main_process_port": 0}
     command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(RECIPE), *more]
-    command += several_processes(folder, "multi_gpu")
+    command += several_processes(folder, "cpu" if USE_CPU else "multi_gpu")
     command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     before, settings, training = len(steps(folder)), environment(**devices_for(2)), []
     with (folder / "log").open("w") as log:

@@ -1,0 +1,37 @@
+"""A launcher that starts fewer processes than it was asked for."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import RECIPES, environment, run_to_its_end
+
+
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+
+
+def test_one_process_in_place_of_two_is_refused(tmp_path: Path):
+    folder = tmp_path / "run"
+    recipe = ["-m", "opo_trl.train", str(RECIPES / "arithmetic" / "opo.yaml"), "--output_dir", str(folder)]
+    status, said = run_to_its_end([*ACCELERATE, "--cpu", "--num_processes", "2", *recipe], environment(), limit=200)
+    assert status == 1
+    assert "opo-trl train: error: num_processes is above 1, but `accelerate launch` has started one process" in said
+    assert "torchrun --nproc_per_node" in said
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "address", "is_refused"),
+    [
+        (["--cpu", "--num_processes", "1"], {}, False),
+        (["--cpu", "--num_processes", "1"], {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, False),
+        (["--cpu", "--num_processes", "2"], {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, True),
+        (["--config_file", str(RECIPES / "accelerate" / "cpu.yaml"), "--num_processes", "2"], {}, True),
+    ],
+)
+def test_only_what_accelerate_was_asked_for_is_refused(tmp_path: Path, options, address, is_refused):
+    """Where a job has an address for its processes, one is enough."""
+    script = tmp_path / "script.py"
+    script.write_text("from opo_trl.checks.processes import check_processes\ncheck_processes(1)\nprint('trains')\n")
+    _, said = run_to_its_end([*ACCELERATE, *options, str(script)], environment(**address), limit=200)
+    assert ("trains" in said, "has started one process" in said) == (not is_refused, is_refused)
