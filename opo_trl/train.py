@@ -46,6 +46,7 @@ from .report import run_folder
 from .report.run_report import accuracies, accuracy_lines, write_report
 from .rewards.errors import RewardError
 from .rollout import recorded
+from .rollout.adapter import tokenizer_source
 from .rollout.checkpoint import check_resumable
 from .trainer import OPOTrainer
 
@@ -84,8 +85,9 @@ def prepare(argv: Sequence[str]) -> Run:
     exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # the Hub has no such names
     require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
     revision: Any = {"revision": model_config.model_revision}
-    tokenizer = AutoTokenizer.from_pretrained(path, **revision, **trusted)
     given: Any = args.model_init_kwargs or {}
+    source, of_source = tokenizer_source(path, revision | given)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=of_source, **trusted)
     options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
     options |= {"use_safetensors": True}  # pickled weights could run code
     args.model_init_kwargs = options = {**revision, **options, **given}

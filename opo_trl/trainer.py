@@ -52,7 +52,7 @@ from .metrics.step_clock import StepClock
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
 from .rewards.checked import checked
-from .rollout import checkpoint, padding, reference, sampling, shared_prompts
+from .rollout import adapter, checkpoint, padding, reference, sampling, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
@@ -165,6 +165,8 @@ class OPOTrainer(GRPOTrainer):
             writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
             self._recorded = Recorded(args, train_dataset, writers)
             train_dataset, reward_funcs = self._recorded.dataset, reward_funcs or self._recorded.reward_func
+        if isinstance(model, str):
+            options = adapter.prepared(model, args, options)
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
         if isinstance(train_dataset, Dataset):

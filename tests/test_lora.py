@@ -1,18 +1,27 @@
 """LoRA and QLoRA: the saved adapter is the trained one, and the base has not changed."""
 
+import json
+import re
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import (
     PRETEND,
+    RECIPES,
     Script,
+    even_tokens,
     free_port,
+    logged,
     make_trainer,
     snapshot,
     trained,
 )
+from launch.test_train import arguments
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import distributed
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,9 +29,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from opo_trl import OPOConfig, OPOTrainer
+from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.rollout.frozen_base import FrozenBase
+from opo_trl.train import main
 
 
 OPTIONS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}
@@ -57,6 +67,91 @@ def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_pa
     assert torch.equal(logits(loaded.to(trainer.model.device)), after)
     assert len(base) > 20
     assert moved(trainer.model, base) == []
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny_model, tmp_path_factory) -> str:
+    """Folder of an adapter that has been trained, and has a chat template of its own."""
+    folder = tmp_path_factory.mktemp("adapter")
+    trainer = make_trainer(tiny_model, folder / "run", trainer_arguments={"peft_config": lora()}, **OPTIONS)
+    trainer.train()
+    trainer.processing_class.chat_template = "{{ messages[0]['content'] }}"
+    trainer.save_model(str(folder))
+    return str(folder)
+
+
+def damaged(adapter: str, folder: Path, drop: str = "-", **config) -> str:
+    """A copy of an adapter without some of its tensors, and with other entries in its configuration."""
+    shutil.copytree(adapter, folder)
+    weights = folder / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(weights).items() if drop not in name}, weights)
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return str(folder)
+
+
+def test_training_goes_on_from_an_adapter(adapter, tiny_model, tmp_path):
+    """Its KL term is to the adapter at the start, and a resumed run has the same reference."""
+    samples = {"trainer_arguments": {"rollout_func": None, "reward_funcs": even_tokens}}
+    options = {**OPTIONS, **samples, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(adapter, tmp_path / "run", **options)
+    before, base = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)), None
+    assert torch.equal(logits(trainer.model), before)
+    assert trainer.processing_class.chat_template == "{{ messages[0]['content'] }}"
+    assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"default"}
+    base = base_of(trainer.model)
+    trainer.model.train()
+    trainer.train()
+    assert moved(trainer.model, base) == []
+    assert (logits(trainer.model) - before).abs().max() > 0.01
+    kl = [entry["kl"] for entry in logged(trainer)]
+    assert kl[0] == 0.0 < min(kl[1:])
+    again = make_trainer(adapter, tmp_path / "run", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert torch.equal(logits(again.model), logits(trainer.model))
+    assert [entry["kl"] for entry in logged(again)] == kl
+
+
+def test_recipe_goes_on_from_an_adapter(tmp_path, capsys):
+    """One without a tokenizer has its base's."""
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model_path()), lora(["q_proj", "v_proj"]))
+    folder = tmp_path / "adapter"
+    model.save_pretrained(folder)
+    short = {"max_steps": 1, "report_size": 6, "validation_size": 6, "warmup_steps": 0, "model_name_or_path": folder}
+    recipe = RECIPES / "arithmetic" / "opo.yaml"
+    assert main(arguments(recipe, **short, use_peft=True, output_dir=tmp_path / "twice")) == 2
+    assert "is an adapter already. Remove `peft_config`, in a recipe `use_peft`" in capsys.readouterr().err
+    assert not (tmp_path / "twice").exists()
+    assert main(arguments(recipe, **short, output_dir=tmp_path / "run")) == 0
+    start, end = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "run"))
+    assert start.keys() == end.keys()
+    assert any(not torch.equal(tensor, end[name]) for name, tensor in start.items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"base_model_name_or_path": "/absent/base"}, "base_model_name_or_path='/absent/base', which does not exist"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path=None, which does not exist"),
+        ({"drop": "layers.1.mlp.up_proj.lora_B"}, "layers.1.mlp.up_proj.lora_B.weight, of 1 tensors, do not fit"),
+        ({"target_modules": ["q_proj"]}, "tensors, do not fit base_model_name_or_path="),
+    ],
+)
+def test_adapter_that_cannot_be_loaded_is_rejected(adapter, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_trainer(damaged(adapter, tmp_path / "adapter", **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_an_adapter_is_named(adapter, tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"reward_funcs='.*' is an adapter, which cannot score. Merge it"):
+        make_trainer(tiny_model, tmp_path, trainer_arguments={"reward_funcs": adapter})
+    with pytest.raises(ValueError, match="is an adapter, from which asynchronous training cannot start"):
+        AsyncOPOTrainer(adapter, Script().reward_functions()[0], AsyncOPOConfig(str(tmp_path), use_cpu=True))
+    both = shutil.copytree(tiny_model, tmp_path / "both")
+    shutil.copytree(adapter, both, dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="is an adapter and a complete model in one folder"):
+        make_trainer(str(both), tmp_path)
 
 
 def test_weights_are_sent_to_a_server_and_the_base_stays_as_it_is(tiny_model, tmp_path, monkeypatch):

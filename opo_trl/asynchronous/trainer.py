@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
@@ -31,7 +31,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_para
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from ..checks.processes import check_processes
-from ..checks.weights import check_models, check_trainable
+from ..checks.weights import base_of, check_models, check_trainable
 from ..metrics.step import SampleReport, metrics_of_samples
 from ..objective import OPO, Objective, Samples
 from ..objectives import objective_named
@@ -116,6 +116,9 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         if not text and isinstance(train_dataset, Dataset) and isinstance(train_dataset[0].get("prompt"), str):
             said = "train_dataset has prompts that are text, but asynchronous training applies a chat template"
             raise ValueError(f'{said}. Set each to a list of messages, `[{{"role": "user", "content": …}}]`.')
+        if base_of("model", model, cast(dict, args.model_init_kwargs or {})):
+            fix = "Merge it into its base (`merge_and_unload`) and name that folder, or train with `OPOTrainer`"
+            raise ValueError(f"model={model!r} is an adapter, from which asynchronous training cannot start. {fix}.")
         check_models(model, (), args)
         given: Any = args.model_init_kwargs or {}  # a dict, once parsed
         plain = given.get("attn_implementation") == "sdpa" or args.device.type == "cpu"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -9,29 +10,66 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import patch_environment
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations import deepspeed
-from transformers.utils import logging
+from transformers.utils import find_adapter_config_file, is_peft_available, logging
 from trl.trainer.utils import get_config_model_id
 
 from ..trl import temporarily
+from . import files
 
 
 # Options of `from_pretrained` that say where the files are and how their tensors are called.
-_SOURCE = (
-    *("revision", "cache_dir", "token", "subfolder", "variant", "local_files_only", "use_safetensors"),
-    *("trust_remote_code", "key_mapping"),
-)
+_PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+_SOURCE = (*_PLACE, "variant", "use_safetensors", "trust_remote_code", "key_mapping")
+
+
+def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """
+    The base model that an adapter's folder, or its repository on the Hub, names, and the options of `from_pretrained`
+    to load it with; `None` for a complete model. `field` names the adapter, `options` are its own.
+
+    Raises:
+        `ImportError`: PEFT is not installed.
+        `ValueError`: no base is named, or its folder is not there; or a complete model is there as well.
+    """
+    try:
+        file = find_adapter_config_file(path, **{name: options[name] for name in _PLACE if name in options})
+    except OSError:  # `from_pretrained` says what is wrong with the name.
+        return None
+    if file is None:
+        return None
+    said, folder = f"{field}={path!r} is an adapter", Path(file).parent
+    if not is_peft_available():
+        raise ImportError(f"{said}, which needs a package that is not installed: `pip install 'opo_trl[peft]'`.")
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        raise ValueError(
+            f"{said} and a complete model in one folder. Move the files of one of them to another folder."
+        )
+    config = files.read_json(Path(file))
+    base = config.get("base_model_name_or_path")
+    if not base or (base.startswith((".", "/", "~")) and not Path(base).is_dir()):  # The Hub has no such names.
+        fix = "Set it in its adapter_config.json to the base model's folder or name"
+        raise ValueError(f"{said} of base_model_name_or_path={base!r}, which does not exist. {fix}.")
+    others = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
+    return base, others | {"revision": config.get("revision")}
 
 
 def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: bool = False) -> None:
     """
     Check that a model's files hold every tensor of the model: Transformers initializes another at random, and goes on.
 
-    The files are loaded onto the `meta` device, which reads their headers only. Quantized ones are not checked.
-    `field` names the model, `options` are those of `from_pretrained` in training; a reward model `scores`.
+    The files are loaded onto the `meta` device, which reads their headers only. Quantized ones are not checked. Of an
+    adapter, its base is checked. `field` names the model, `options` are those of `from_pretrained` in training; a
+    reward model `scores`.
 
     Raises:
-        `ValueError`: a tensor is missing, or the attention is code from the Hub that only the configuration names.
+        `ValueError`: a tensor is missing, or the attention is code from the Hub that only the configuration names; or
+            a reward model is an adapter.
     """
+    if base := base_of(field, path, options):
+        fix = "Merge it into its base (`merge_and_unload`), and name the folder of the merged model"
+        if scores:
+            raise ValueError(f"{field}={path!r} is an adapter, which cannot score. {fix}.")
+        path, options = base
     labels = {"num_labels": 1} if scores else {}
     config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **{**options, **labels})
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):

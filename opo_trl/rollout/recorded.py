@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import add_fused_lm_head, create_model_from_path, pad
+from trl.trainer.utils import add_fused_lm_head, pad
 
 from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
+from . import adapter
 from .conversations import marking_template, tokenized
 from .padding import with_positions
 
@@ -231,14 +232,16 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
         raise ValueError(f"rollouts={args.rollouts!r} has no column `logprobs`. {fix}.")
     options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
     with unsharded():
-        author = create_model_from_path(model, **{**options, "device_map": None})
-    if AutoTokenizer.from_pretrained(model).get_vocab() != trainer._tokenizer.get_vocab():
+        author = adapter.load(model, field="rollouts_model", trains=False, **{**options, "device_map": None})
+    source, revision = adapter.tokenizer_source(model, {})
+    if AutoTokenizer.from_pretrained(source, revision=revision).get_vocab() != trainer._tokenizer.get_vocab():
         fix = "Record log-probabilities where completions are written"
         raise ValueError(f"rollouts_model={model!r} has another vocabulary than the model to train. {fix}.")
     process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}
     with unsharded():
         author = author.to(trainer.accelerator.device).eval()
-        add_fused_lm_head(author, trainer.temperature, args.cast_lm_head_to_fp32)
+        scorer = author.get_base_model() if is_peft_model(author) else author
+        add_fused_lm_head(scorer, trainer.temperature, args.cast_lm_head_to_fp32)
         for index in range(process, len(groups), processes):
             prompts, completions = ([row[name] for row in groups[index]] for name in ("prompt_ids", "completion_ids"))
             logps = _scored(trainer, author, prompts, completions)

@@ -1,6 +1,6 @@
-"""The reference of a KL term: a copy of the model that a trainer is given."""
+"""The models of a trainer: its policy, which a name may load, and the reference of a KL term, a copy of it."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
 
@@ -10,13 +10,14 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import create_model_from_path
 
 from ..trl import temporarily
+from . import adapter
 from .frozen_base import local_part
 
 
 def given(model: Any) -> AbstractContextManager[None]:
     """
-    Have TRL take a loaded model as it is for its reference. It would read the files of the model's name again, without
-    what has been merged, edited or trained since.
+    Have TRL load a model by its name also if that is an adapter's, and take a loaded model as it is for its reference.
+    It would read the files of the model's name again, without what has been merged, edited or trained since.
     """
 
     def copied(path: str, **options: Any) -> Any:
@@ -30,4 +31,5 @@ def given(model: Any) -> AbstractContextManager[None]:
             local_part(to).copy_(local_part(weight))
         return copy
 
-    return nullcontext() if isinstance(model, str) else temporarily(grpo_trainer, create_model_from_path=copied)
+    loader = adapter.load if isinstance(model, str) else copied
+    return temporarily(grpo_trainer, create_model_from_path=loader)

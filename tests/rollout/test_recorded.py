@@ -22,8 +22,9 @@ from helpers import (
     without_times,
 )
 from invariance.launch import launch, logs
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOConfig
 from opo_trl.data.arithmetic import make_problems
@@ -142,6 +143,21 @@ def test_two_processes_record_and_train_as_one(tiny_model, tmp_path):
     )
     assert any(not torch.equal(known[name], before[name]) for name in known)
     assert distance(known, computed) < 1e-3 * distance(known, before)
+
+
+def test_the_model_that_wrote_completions_may_be_an_adapter(tiny_model, tmp_path):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora).save_pretrained(tmp_path / "adapter")
+    adapter, steps = str(tmp_path / "adapter"), {**STEPS, "max_steps": 1}
+    trained(adapter, tmp_path / "run", save_rollouts=True, trainer_arguments=GENERATES, **steps)
+    rows = rows_of(tmp_path / "run" / "rollouts")
+    source = written(tmp_path, [{name: value for name, value in row.items() if name != "logprobs"} for row in rows])
+    run = replayed(tiny_model, tmp_path / "replayed", source, rollouts_model=adapter, **steps)
+    computed = {str(row["completion_ids"]): row["logprobs"] for group in run.train_dataset[RECORDED] for row in group}
+    assert len(computed) > 4
+    for row in rows:
+        assert computed[str(row["completion_ids"])] == pytest.approx(row["logprobs"], abs=1e-5)
+    assert logged(run)[0]["opo/ratio/ess"] < 0.99  # the model without the adapter is another one
 
 
 def rows_of(folder: Path) -> list[dict]:

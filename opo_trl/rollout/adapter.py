@@ -1,0 +1,66 @@
+"""A model that is named by an adapter: its base with the adapter, as PEFT loads it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoProcessor
+from trl.trainer.utils import create_model_from_path
+
+from ..checks.weights import base_of
+
+
+def load(path: str, *, field: str = "model", trains: bool = True, **options: Any) -> Any:
+    """
+    TRL's `create_model_from_path`, also for an adapter, which `trains` on: its base is frozen.
+
+    Raises:
+        `ValueError`: the adapter's tensors are not those of its configuration on this base.
+    """
+    base = base_of(field, path, options)
+    if base is None:
+        return create_model_from_path(path, **options)
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights  # an extra of this package
+
+    where = {name: options[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in options}
+    name, base_options = base
+    model = PeftModel.from_pretrained(create_model_from_path(name, **base_options), path, is_trainable=trains, **where)
+    stored = load_peft_weights(path, device="cpu", **where).keys()
+    needed = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
+    # PEFT initializes a tensor that is missing, and ignores one that has no place. It may save embeddings, too.
+    if differing := (needed - stored) | (stored - needed - model.state_dict().keys()):
+        said = f"{field}={path!r}: {', '.join(sorted(differing)[:3])}, of {len(differing)} tensors, do not fit"
+        raise ValueError(f"{said} base_model_name_or_path={name!r}, or are missing. Restore the adapter's files.")
+    return model
+
+
+def tokenizer_source(path: str, options: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Folder or name of what has a model's tokenizer, and its revision: for an adapter without one, its base."""
+    base = base_of("model", path, options)
+    if base is None or (Path(path) / "tokenizer_config.json").is_file():
+        return path, options.get("revision")
+    name, base_options = base
+    return name, base_options["revision"]
+
+
+def prepared(model: str, args: Any, trainer_options: dict[str, Any]) -> dict[str, Any]:
+    """
+    The options of a trainer whose model is named, with its tokenizer if that is an adapter: TRL would take its base's.
+
+    Raises:
+        `ValueError`: there is an adapter, and another is to be made.
+    """
+    options = args.model_init_kwargs or {}
+    if base_of("model", model, options) is None:
+        return trainer_options
+    if trainer_options.get("peft_config") is not None:
+        fix = "Remove `peft_config`, in a recipe `use_peft`, to train it on; or merge it into its base for a new one"
+        raise ValueError(f"model={model!r} is an adapter already. {fix}.")
+    if trainer_options.get("processing_class") is not None:
+        return trainer_options
+    source, revision = tokenizer_source(model, options)
+    sides: Any = {"truncation_side": "left", "padding_side": "left"}
+    processor = AutoProcessor.from_pretrained(
+        source, revision=revision, trust_remote_code=args.trust_remote_code, **sides
+    )
+    return trainer_options | {"processing_class": processor}
