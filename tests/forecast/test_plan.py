@@ -1,5 +1,6 @@
 """The plan is right, works for any model, never ends a run, and is made once."""
 
+import json
 import logging
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from datasets import Dataset
 from guessing import guess
 from helpers import PROMPTS, SMALL, make_trainer
+from PIL import Image
 from tiny import make_tokenizer
+from tiny_special import vision_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
 
@@ -51,6 +54,48 @@ def test_prompts_are_counted_as_the_model_gets_them(tiny_model, tmp_path):
     trainer = make(tiny_model, tmp_path, prompts, tokenizer, tools=[guess])
     how = {"tools": [guess], "add_generation_prompt": True, "return_dict": True}
     assert plan._row_tokens(trainer)[0] == max(map(len, tokenizer.apply_chat_template(prompts, **how)["input_ids"]))
+
+
+def test_recorded_rollouts_are_counted_as_they_are(tiny_model, tmp_path):
+    """Not by the longest completion that could be generated."""
+    texts = ["2", "2", "22", "22", "3", "3", "4", "4" * 30]
+    rows = [{"prompt": "1+1=", "completion": text, "reward": 1.0} for text in texts]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        rollouts=str(tmp_path / "rows.jsonl"),
+        rollouts_model=tiny_model,
+        max_completion_length=400,
+        steps_per_generation=2,
+        trainer_arguments=dict.fromkeys(("train_dataset", "reward_funcs", "rollout_func")),
+    )
+    assert plan._row_tokens(trainer) == (4, 31)  # with the token that ends a turn
+    assert "× (4 + 31) tokens" in trainer.plan
+    assert "400" not in trainer.plan
+    assert "KV cache" not in plan.memory_plan(trainer)["generation"]
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_images_are_counted_with_their_prompts(tmp_path, caplog, column):
+    ask = [{"role": "user", "content": "Which colour?"}]
+    images = [Image.new("RGB", size, "red") for size in ((28, 28), (84, 112), (56, 56), (28, 56))]
+    rows = [{"prompt": ask, column: [image] if column == "images" else image} for image in images]
+    model, processor = vision_model()
+    args = OPOConfig(str(tmp_path), **SMALL, num_generations=2, max_completion_length=3, max_steps=1)
+    trainer = OPOTrainer(model, reward, args, Dataset.from_list(rows), processing_class=processor)
+    generate, widths = trainer._generate, []
+
+    def counting(*inputs):
+        generated = generate(*inputs)
+        widths.extend(map(len, generated[0]))
+        return generated
+
+    trainer._generate = counting
+    trainer.evaluate(trainer.train_dataset)
+    with caplog.at_level(logging.WARNING, "opo_trl"):
+        assert f"× ({max(widths)} + 3) tokens" in trainer.plan
+    assert "The plan has no line" not in caplog.text
 
 
 def test_what_cannot_be_planned_is_left_out_with_a_warning(tiny_model, tmp_path, monkeypatch, caplog):
