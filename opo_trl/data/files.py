@@ -35,7 +35,8 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     What `load_dataset` raises is left as it is.
 
     Raises:
-        `ValueError`: a file does not exist or cannot be read, or a folder has a file for another split only.
+        `ValueError`: a file does not exist, is of another kind or cannot be read, or a folder has a file for another
+            split only.
     """
     name = os.path.expanduser(dataset_name)
     files = [Path(name), *(Path(name, f"{split}{ending}") for ending in _ENDINGS)]
@@ -43,6 +44,9 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
         return _read(file)
     if name.endswith(_ENDINGS) or any(Path(name, f"train{ending}").is_file() for ending in _ENDINGS):
         raise ValueError(f"dataset_name={name!r} does not exist, or is a folder without a file for {split=}.")
+    if Path(name).is_file():
+        fix = "Load it in a script of yours, and write its rows as JSON lines, to a file that ends in .jsonl"
+        raise ValueError(f"dataset_name={name!r} is a kind of file that is not read. {fix}.")
     if not _saved(Path(name)):
         return load_dataset(name, dataset_config, split=split)
     saved = load_from_disk(name)
@@ -80,6 +84,10 @@ def _read(file: Path) -> Dataset:
         rows = _table_rows(text, file.suffix) if file.suffix in (".csv", ".tsv") else _json_rows(text)
     except (ValueError, csv.Error) as error:
         raise ValueError(f"dataset_name='{file}' cannot be read: {error}.") from error
+    if odd := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, Mapping)]:
+        number, row = odd[0]
+        fix = "Write an object with columns"
+        raise ValueError(f"dataset_name='{file}' cannot be read: row {number} is {row!r:.60}. {fix}.")
     names = dict.fromkeys(name for row in rows for name in row)
     return Dataset.from_dict({name: column([row.get(name) for row in rows]) for name in names})
 

@@ -22,13 +22,13 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 
-from .agent_logs import READERS
+from .agent_logs import OTHERS, PLACE, READERS, as_chat, misfit, place_of
 from .prompts import is_chat
 
 
@@ -47,7 +47,8 @@ KNOWN = (
 def load_rollouts(source: str, num_generations: int) -> Dataset:
     """
     Load recorded rollouts as a dataset with one row per group of `num_generations` completions: `prompt`, the columns
-    that are equal in each group, and [`RECORDED`], for each completion a mapping with the other columns.
+    that are equal in each group, and [`RECORDED`], for each completion a mapping with the other columns and [`PLACE`],
+    where it was read.
 
     `source` is a file or dataset as for [`load_rows`], or a folder of files, as a run with `save_rollouts` writes it.
     A group with more completions is divided; those that are left over are dropped, with a warning.
@@ -58,7 +59,7 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     from .files import column  # not to import a trainer
 
     rows = _rows(source)
-    names = [*rows[0]]
+    names = [*dict.fromkeys(name for row in rows for name in row if name != PLACE)]
     if "reward" in names and all(row["reward"] is None for row in rows):
         fix = "Write numbers, or remove the column, so that `reward_funcs` score the completions"
         raise ValueError(f"rollouts={source!r} has no reward: `reward` is null in every row. {fix}.")
@@ -75,10 +76,14 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     if dropped := len(rows) - len(groups) * num_generations:
         logger.warning(f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over from groups.")
     further = [name for name in names if name not in ("group", *KNOWN)]
-    shared = [name for name in further if all(row[name] == group[0][name] for group in groups for row in group)]
+    shared = [
+        name for name in further if all(row.get(name) == group[0].get(name) for group in groups for row in group)
+    ]
     of_completion = [name for name in names if name not in ("prompt", "group", *shared)]
-    recorded = [[{name: row[name] for name in of_completion} for row in group] for group in groups]
-    columns = {name: [group[0][name] for group in groups] for name in ("prompt", *shared)} | {RECORDED: recorded}
+    recorded = [
+        [{name: row.get(name) for name in of_completion} | {PLACE: place_of(row)} for row in group] for group in groups
+    ]
+    columns = {name: [group[0].get(name) for group in groups] for name in ("prompt", *shared)} | {RECORDED: recorded}
     return Dataset.from_dict({name: column(values) for name, values in columns.items()})
 
 
@@ -87,35 +92,51 @@ def text_of(completion: Any) -> str | None:
     if isinstance(completion, list) and len(completion) == 1:
         completion = completion[0]
     if isinstance(completion, Mapping):
-        turn = {name: value for name, value in completion.items() if value}
+        turn = {name: value for name, value in completion.items() if value not in (None, "", [])}
         is_plain = turn.keys() == {"role", "content"} and turn["role"] == "assistant"
         completion = turn["content"] if is_plain else None
     return completion if isinstance(completion, str) else None
 
 
-def _rows(source: str) -> list[dict[str, Any]]:
-    from .files import files_of, load_rows
+def _files(source: str) -> dict[str, str]:
+    """The files of a folder of rollouts, by their paths in it; of anything else, the source itself by an empty one."""
+    from .files import files_of
 
+    folder = Path(os.path.expanduser(source))
+    other = {"effective", "eval", "evals"}  # of prime-rl, whose `effective` repeats some of `all`
+    traces = (file for file in folder.rglob("traces.jsonl") if not other & {*file.relative_to(folder).parts})
+    files = files_of(folder) or sorted(traces)
+    if not files and {file.suffix for file in folder.rglob("*") if file.is_file()} - {""} == {".pt"}:
+        fix = "Load them in a script of yours, and write their rows as JSON lines, to a file that ends in .jsonl"
+        raise ValueError(f"rollouts={source!r} has .pt files only, which are not read. {fix}.")
+    return {str(file.relative_to(folder)): str(file) for file in files} or {"": source}
+
+
+def _rows(source: str) -> list[dict[str, Any]]:
+    """The rows of a file or folder with the columns of this module, and their [`PLACE`]."""
+    from .files import load_rows
+
+    files = _files(source)
     try:
-        folder = Path(os.path.expanduser(source))
-        traces = folder.rglob("traces.jsonl")  # of prime-rl, whose `effective` repeats some of `all`
-        other = {"effective", "eval"}
-        found = files_of(folder) or sorted(file for file in traces if not other & {*file.relative_to(folder).parts})
-        files = [*map(str, found)] or [source]
-        parts = {file: [*load_rows(file)] for file in files}
-        names = [*next((row for rows in parts.values() for row in rows), {})]
-        for file, rows in parts.items():
-            if rows and (odd := ({*rows[0]} ^ {*names}) & {"traces", "group", *KNOWN}):
-                raise ValueError(f"rollouts={source!r}: only one of {files[0]!r} and {file!r} has {min(odd)!r}.")
-        reader = next((reader for needed, reader in READERS if {*needed} <= {*names}), None)
-        if reader and "completion_ids" not in names:
-            parts = {source: reader([row for rows in parts.values() for row in rows], source)}
+        parts = {name: [*load_rows(file)] for name, file in files.items()}
     except ValueError as error:
         raise ValueError(str(error).replace("dataset_name=", "rollouts=")) from error
-    names = [*next(iter(row for rows in parts.values() for row in rows), {})]
+    names = [*next((part[0] for part in parts.values() if part), {})]
+    for name, part in parts.items():
+        if part and (odd := ({*part[0]} ^ {*names}) & {"traces", "group", *KNOWN}):
+            raise ValueError(f"rollouts={source!r}: only one of {next(iter(files))!r} and {name!r} has {min(odd)!r}.")
+    rows = [{**row, PLACE: (name, number)} for name, part in parts.items() for number, row in enumerate(part, 1)]
+    reader = next((reader for needed, reader in READERS if {*needed} <= {*names}), None)
+    if reader and "completion_ids" not in names:
+        try:
+            rows = reader(rows, source)
+        except KeyError as error:
+            said = f"a row lacks {error}, unlike those of the versions that are read"
+            raise ValueError(f"rollouts={source!r}: {said}. See docs/reuse.md.") from error
+        names = [name for name in rows[0] if name != PLACE]
     written = "completion_ids" if "completion_ids" in names else "completion"
     if missing := [name for name in ("prompt", written) if name not in names]:
-        raise ValueError(f"rollouts={source!r} has no column {missing[0]!r}, only {names}. Add it.")
+        raise ValueError(f"rollouts={source!r}{_why_not(source, rows, missing[0])}.")
     # Without tokens, it is not known to which they belong; of other masks, what they mean.
     taken = [name for name in names if name.lower().removesuffix("s").endswith("mask") and name != "completion_mask"]
     of_tokens = ("prompt_ids", "logprobs", "completion_mask")
@@ -123,13 +144,29 @@ def _rows(source: str) -> list[dict[str, Any]]:
     if taken:
         fix = "Add `completion_ids`, rename it to `completion_mask` if it is one, or remove it"
         raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
-    for file, rows in parts.items():
-        for number, row in enumerate(rows, 1):
-            for name in KNOWN:
-                if name in row and not _fits(name, row):
-                    said = f"rollouts={file!r}, row {number}: `{name}` is {row[name]!r:.60}"
-                    raise ValueError(f"{said}, which it cannot be. See docs/reuse.md.")
-    return [_without_rest(row) for rows in parts.values() for row in rows]
+    for row in rows:
+        at = f"rollouts={source!r}, {place_of(row)}"
+        for name in ("prompt", "completion"):
+            if is_chat(row.get(name)):
+                row[name] = [as_chat(message, at) for message in row[name]]
+        for name in KNOWN:
+            if name in row and not _fits(name, row):
+                raise ValueError(f"{at}: {misfit(name, row[name])}.")
+    return [_without_rest(row) for row in rows]
+
+
+def _why_not(source: str, rows: Sequence[Mapping[str, Any]], missing: str) -> str:
+    """What rows without a needed column are, and what to do: the rest of a sentence."""
+    below = (os.path.join(source, name) for name in ("rollouts", "completions"))
+    if folder := next((path for path in below if os.path.isdir(os.path.expanduser(path))), None):
+        return f" is the folder of a run. Name its {folder!r}, where the completions are"
+    if not rows:
+        return " has no rows"
+    for columns, what, fix in OTHERS:
+        if {*columns} <= rows[0].keys():
+            return f", {place_of(rows[0])}, is {what}. {fix}"
+    names = [name for name in rows[0] if name != PLACE]
+    return f" has no column {missing!r}, only {names}. Add it"
 
 
 def _without_rest(row: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +190,7 @@ def _fits(name: str, row: Mapping[str, Any]) -> bool:
         speaks = is_chat(value) and any(turn["role"] == "assistant" for turn in value) and is_chat(row["prompt"])
         return ids is not None or text_of(value) is not None or speaks
     if name == "tools":
-        return value is None or isinstance(value, list)
+        return not value or (isinstance(value, list) and is_chat(row["prompt"]))
     if name in ("reward", "temperature"):
         return value is None or (_is_number(value) and math.isfinite(value))
     if not (isinstance(value, list) and value):

@@ -23,6 +23,7 @@ from trl.trainer.utils import add_fused_lm_head, pad
 from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
+from ..data.agent_logs import PLACE
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
 from . import adapter
 from .conversations import marking_template, tokenized
@@ -171,7 +172,7 @@ def unscored(completions: Sequence[Any], **_: Any) -> list[None]:
 
 
 def _of_place(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-    own = {name: value for name, value in row[RECORDED][place].items() if name not in KNOWN}
+    own = {name: value for name, value in row[RECORDED][place].items() if name not in (*KNOWN, PLACE)}
     return {name: value for name, value in row.items() if name != RECORDED} | own
 
 

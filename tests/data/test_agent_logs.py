@@ -104,6 +104,25 @@ def test_verifiers_without_tokens(tmp_path):
     assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.5, 2.5]] * 2
 
 
+def test_a_trace_of_verifiers_without_tokens_costs_itself_only(tmp_path, caplog):
+    """As if the server had failed to return those of one turn."""
+    without = [*NODES[:3], {**NODES[3], "token_ids": [], "mask": [], "logprobs": []}]
+    rows = [episode("a"), episode("a", nodes=without), episode("a", reward=0.0)]
+    (group,) = load_rollouts(written(tmp_path, rows), 2)[RECORDED]
+    assert [row["completion_ids"] for row in group] == [[20, 21, 30, 31, 40]] * 2
+    assert [row["reward"] for row in group] == [2.5, 0.5]
+    assert "1 of its 3 traces have no tokens. They are left out." in caplog.text
+
+
+def test_traces_that_are_all_branched_are_rejected(tmp_path):
+    branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
+    said = (
+        r"rollouts=.*row 1: this trace of verifiers, like all others, .* not one conversation.* each of their branches"
+    )
+    with pytest.raises(ValueError, match=said):
+        load_rollouts(written(tmp_path, [episode("a", nodes=branched)] * 2), 2)
+
+
 def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
     rows = [{"prompt": "1+1=", "completion": "2", "reward": 1.0}, {"prompt": "1+1=", "completion": "2"}]
     written(tmp_path, rows[:1], "a.jsonl"), written(tmp_path, rows[1:], "b.jsonl")
@@ -111,12 +130,81 @@ def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
         load_rollouts(str(tmp_path), 2)
 
 
-def test_prime_rl_is_rejected(tmp_path):
-    """prime-rl 0.8.0 (559b447): trainer/rl/token_export.py, into token_exports/step_N/rank_N.jsonl."""
-    row = {"schema_version": 1, "step": 3, "rank": 0, "token_ids": [1, 2], "loss_mask": [False, True]}
-    row |= {"advantages": [0.0, 0.5], "inference_logprobs": [0.0, -1.0], "trainer_logprobs": [0.0, -1.1]}
-    with pytest.raises(ValueError, match=r"no rewards and no groups.*Name a `traces\.jsonl` in `rollouts`"):
-        load_rollouts(written(tmp_path, [row], "rank_0.jsonl"), 2)
+def test_the_folder_of_a_run_is_not_its_metrics(tmp_path):
+    """prime-rl (a28a9a4): utils/monitor/file.py writes metrics.jsonl beside `rollouts`."""
+    written(tmp_path, [{"step": 0, "time": 1.0, "loss": 0.1}], "metrics.jsonl")
+    (tmp_path / "rollouts").mkdir()
+    with pytest.raises(ValueError, match=r"rollouts=.* is the folder of a run. Name its '.*/rollouts', where"):
+        load_rollouts(str(tmp_path), 2)
+
+
+# Others, in the forms that these programs write
+
+
+ASK, ANSWER = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
+ITEM = {"type": "function_call", "call_id": "c0", "name": "guess", "arguments": "{}"}  # openai 2.x, `Response.output`
+OTHERS = {
+    # prime-rl 0.8.0 (559b447): trainer/rl/token_export.py, into token_exports/step_N/rank_N.jsonl
+    r"no rewards and no groups.*Name a `traces\.jsonl` in `rollouts`": {
+        "token_ids": [1, 2],
+        "loss_mask": [False, True],
+        "inference_logprobs": [0.0, -1.0],
+        "advantages": [0.0, 0.5],
+    },
+    "row 1, is a trace of verifiers without its episode. Write": episode("a")["traces"][0],
+    ": a row lacks 'agent', unlike those": {"task": {}, "traces": [{"nodes": []}]},
+    "row 1, is a rollout of NeMo Gym, in items of OpenAI's": {"responses_create_params": {}, "response": {}},
+    "row 1, is a response of OpenAI's chat API": {"id": "x", "choices": [{"message": ANSWER}], "model": "m"},
+    "row 1, is a request with its response": {"request": {"messages": [ASK]}, "response": {"choices": []}},
+    "row 1, is a result of OpenAI's Batch API": {"custom_id": "1", "response": {"body": {}}},
+    "row 1, is a response of OpenAI's Responses API": {"object": "response", "output": [ITEM], "prompt": None},
+    "row 1, is an input with its output": {"input": [ASK], "output": [ITEM], "reward": 1.0},
+    "row 1, is a run as LangSmith": {"run_type": "chain", "inputs": {"messages": []}, "outputs": {}},
+    "row 1, is a conversation under another name than": {"conversations": [{"from": "human", "value": "1+2="}]},
+    "row 1, is a whole table, as Weights & Biases": {"columns": ["prompt"], "data": [["1+2="]]},
+    "row 1, is a preference. Write it as two rows": {"prompt": "1+2=", "chosen": "3", "rejected": "4"},
+    "row 1, is a problem of verl, without completions": {"data_source": "a", "prompt": [ASK], "reward_model": {}},
+    r"no column 'completion', only \['prompt', 'response'\]. Add it": {"prompt": "1+2=", "response": "3"},
+    "row 1: `completion` is not used beside `messages`": {"messages": [ASK, ANSWER], "completion": "4"},
+    "row 1: `messages` is .*, which is text. Write the list itself": {"messages": json.dumps([ASK, ANSWER])},
+    "row 1: `tools` is .*, which is text. Write the list itself": {"messages": [ASK, ANSWER], "tools": "[]"},
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_rows_of_others_are_named_with_what_to_do(tmp_path, said):
+    with pytest.raises(ValueError, match=said) as error:
+        load_rollouts(written(tmp_path, [OTHERS[said]] * 2), 2)
+    assert str(error.value).startswith(f"rollouts='{tmp_path}/rows.jsonl'")
+
+
+MESSAGES = {
+    r"`messages` has \{'type': 'function_call', .* an item of OpenAI's Responses API. Write each conversation": ITEM,
+    "`messages` has .*LangChain's. Write what its `convert_to_openai_messages`": {
+        "type": "ai",
+        "data": {"content": "3"},
+    },
+    "`messages` has .*ShareGPT's. Write `role` and `content`": {"from": "gpt", "value": "3"},
+    "`tool_calls` is .*, which is text. Write the list": {**ANSWER, "tool_calls": json.dumps([CALL])},  # ART
+    r"`tool_calls` has 'guess\(3\)', which is text. Write": {**ANSWER, "tool_calls": ["guess(3)"]},
+    "`tool_calls` has 'guess', which is text. Write": {
+        **ANSWER,
+        "tool_calls": [{"function": "guess", "arguments": "{}"}],
+    },
+    "`tool_calls` has .* LangChain's. Write what": {
+        **ANSWER,
+        "tool_calls": [{"name": "guess", "args": {"number": 3}}],
+    },
+    "`tool_calls` has .* not as OpenAI writes it. Write": {**ANSWER, "tool_calls": [{"function": {"name": "guess"}}]},
+    "a message has {'type': 'tool_use'": {**ANSWER, "content": [{"type": "tool_use", "input": {}}]},  # Anthropic
+}
+
+
+@pytest.mark.parametrize("said", MESSAGES)
+def test_messages_of_others_are_named_with_what_to_do(tmp_path, said):
+    rows = [{"messages": [ASK, ANSWER], "reward": 1.0}, {"messages": [ASK, ANSWER, MESSAGES[said]], "reward": 0.0}]
+    with pytest.raises(ValueError, match=rf"rollouts=.*, row 2: {said}"):
+        load_rollouts(written(tmp_path, rows), 2)
 
 
 def test_verl(tmp_path, caplog):

@@ -410,12 +410,18 @@ def test_planned_micro_batches_share_the_prompts_of_masked_completions(tiny_mode
 
 
 def test_files_that_cannot_be_used(tmp_path):
+    (pickled := tmp_path / "pickled").mkdir()
+    torch.save([ROW], pickled / "rollout_0.pt")
     for source, said in (
         (str(tmp_path / "none.jsonl"), "none.jsonl"),
         (written(tmp_path, [{"completion": "2"}], "a.jsonl"), "no column 'prompt'"),
         (written(tmp_path, [{"prompt": "2"}], "b.jsonl"), "no column 'completion'"),
         (written(tmp_path, [ROW], "c.jsonl"), "num_generations=2"),
         (written(tmp_path, [ROW | {"reward": None}] * 2, "d.jsonl"), "`reward` is null in every row"),
+        (written(tmp_path, [], "e.jsonl"), "has no rows"),
+        (written(tmp_path, ["2"], "f.jsonl"), "row 1 is '2'. Write an object with columns"),
+        (written(tmp_path, [ROW], "g.pt"), "g.pt' is a kind of file that is not read. Load it in a script of yours"),
+        (str(pickled), "has .pt files only, which are not read"),
     ):
         with pytest.raises(ValueError, match="rollouts=") as error:
             load_rollouts(source, 2)
