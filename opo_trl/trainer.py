@@ -567,8 +567,9 @@ class OPOTrainer(GRPOTrainer):
         if mode == "train":
             if not (self.state.global_step or target.any()):
                 said = "The rewards of all groups are equal, so no completion has a learning signal"
-                fix = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}?"
-                logger.warning_once(f"{said} in the first rollout. {fix} Try easier problems, or larger groups.")
+                fix = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}? "
+                fix = "" if self._replays_recorded else fix  # of recorded rewards, a warning on loading says why
+                logger.warning_once(f"{said} in the first rollout. {fix}Try easier problems, or larger groups.")
             self._advantages = advantages.where(valid, torch.nan)
             self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
         scale = self.policy_objective.scale(length, valid)

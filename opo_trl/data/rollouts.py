@@ -22,6 +22,8 @@ import json
 import logging
 import math
 import os
+import random
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,14 +46,15 @@ KNOWN = (
 )
 
 
-def load_rollouts(source: str, num_generations: int) -> Dataset:
+def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
     """
     Load recorded rollouts as a dataset with one row per group of `num_generations` completions: `prompt`, the columns
     that are equal in each group, and [`RECORDED`], for each completion a mapping with the other columns and [`PLACE`],
     where it was read.
 
     `source` is a file or dataset as for [`load_rows`], or a folder of files, as a run with `save_rollouts` writes it.
-    A group with more completions is divided; those that are left over are dropped, with a warning.
+    Completions of other files are of other policies, and in other groups. If a prompt has more completions than a
+    group, `seed` decides which of them are in one; those that are left over are dropped, with a warning.
 
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
@@ -63,18 +66,33 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     if "reward" in names and all(row["reward"] is None for row in rows):
         fix = "Write numbers, or remove the column, so that `reward_funcs` score the completions"
         raise ValueError(f"rollouts={source!r} has no reward: `reward` is null in every row. {fix}.")
-    members: dict[str, list[Mapping[str, Any]]] = {}
+    members: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        members.setdefault(json.dumps([row.get("group"), row["prompt"]], default=str), []).append(row)
-    # Not one after the other: a file may have the right answers of each prompt first.
-    divided = ((group, len(group) // num_generations) for group in members.values())
-    groups = [group[part::parts][:num_generations] for group, parts in divided for part in range(parts)]
+        key = [_rollout_of(row), row.get("group"), row["prompt"]]
+        members.setdefault(json.dumps(key, default=str), []).append(row)
+    draw, groups, equal, lost = random.Random(seed), [], 0, 0
+    for rows_of_prompt in members.values():
+        if len(rows_of_prompt) > num_generations:  # in their order, right answers may stand apart from wrong ones
+            draw.shuffle(rows_of_prompt)
+        starts = range(0, len(rows_of_prompt) - num_generations + 1, num_generations)
+        parts = [rows_of_prompt[start : start + num_generations] for start in starts]
+        without_signal = sum(map(_have_equal_rewards, parts))
+        if _have_equal_rewards(rows_of_prompt):
+            equal += without_signal
+        else:
+            lost += without_signal
+        groups += parts
     if not groups:
         most = max(map(len, members.values()))
         said = f"rollouts={source!r} has no group of {num_generations=} completions, only of up to {most}"
         raise ValueError(f"{said}. Lower `num_generations`, or record more completions of each prompt.")
     if dropped := len(rows) - len(groups) * num_generations:
         logger.warning(f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over from groups.")
+    if "reward" in names and (lost or equal == len(groups)):
+        said = f"{equal + lost:,} of its {len(groups):,} groups have equal rewards, and no learning signal"
+        why = f"{equal:,} already in the file, {lost:,} only after dividing each prompt's completions"
+        fix = f"larger groups than {num_generations=}, or other prompts"
+        logger.warning(f"rollouts={source!r}: {said}: {why}. Try {fix}.")
     further = [name for name in names if name not in ("group", *KNOWN)]
     shared = [
         name for name in further if all(row.get(name) == group[0].get(name) for group in groups for row in group)
@@ -85,6 +103,15 @@ def load_rollouts(source: str, num_generations: int) -> Dataset:
     ]
     columns = {name: [group[0].get(name) for group in groups] for name in ("prompt", *shared)} | {RECORDED: recorded}
     return Dataset.from_dict({name: column(values) for name, values in columns.items()})
+
+
+def _rollout_of(row: Mapping[str, Any]) -> str:
+    """What rows of one policy share: their file or, of a run with `save_rollouts`, the files of all processes."""
+    return re.sub(r"^(\d+)-\d+\.jsonl$", r"\1", row[PLACE][0])
+
+
+def _have_equal_rewards(rows: Sequence[Mapping[str, Any]]) -> bool:
+    return len({row.get("reward") for row in rows} - {None}) < 2
 
 
 def text_of(completion: Any) -> str | None:
@@ -105,7 +132,8 @@ def _files(source: str) -> dict[str, str]:
     folder = Path(os.path.expanduser(source))
     other = {"effective", "eval", "evals"}  # of prime-rl, whose `effective` repeats some of `all`
     traces = (file for file in folder.rglob("traces.jsonl") if not other & {*file.relative_to(folder).parts})
-    files = files_of(folder) or sorted(traces)
+    of_steps = (file for step in folder.glob("*step*") for file in files_of(step))
+    files = files_of(folder) or sorted(traces) or sorted(of_steps)
     if not files and {file.suffix for file in folder.rglob("*") if file.is_file()} - {""} == {".pt"}:
         fix = "Load them in a script of yours, and write their rows as JSON lines, to a file that ends in .jsonl"
         raise ValueError(f"rollouts={source!r} has .pt files only, which are not read. {fix}.")

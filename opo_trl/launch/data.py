@@ -57,7 +57,7 @@ def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrained
     rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
     if rollouts is None:
         return _load_problems(script, args, fitting)
-    groups = fitting(load_rollouts(rollouts, args.num_generations))
+    groups = fitting(load_rollouts(rollouts, args.num_generations, args.seed))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
     if not script.dataset_name:
         return Data(groups, None, {}, None, plan)

@@ -56,7 +56,7 @@ class Recorded:
             said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}"
             raise ValueError(f"{said}, which bring prompts and completions. Remove one of them.")
         loads = args.rollouts is not None and given is None
-        self.dataset = load_rollouts(args.rollouts, args.num_generations) if loads else given
+        self.dataset = load_rollouts(args.rollouts, args.num_generations, args.seed) if loads else given
         self.num_generations = args.num_generations
         # In place of a reward function
         self.reward_func = unscored if args.rollouts is not None and has_rewards(self.dataset) else None

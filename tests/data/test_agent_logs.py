@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from helpers import RecordingGRPO, trained
 
 from opo_trl.data.rollouts import RECORDED, load_rollouts
@@ -205,6 +206,17 @@ def test_messages_of_others_are_named_with_what_to_do(tmp_path, said):
     rows = [{"messages": [ASK, ANSWER], "reward": 1.0}, {"messages": [ASK, ANSWER, MESSAGES[said]], "reward": 0.0}]
     with pytest.raises(ValueError, match=rf"rollouts=.*, row 2: {said}"):
         load_rollouts(written(tmp_path, rows), 2)
+
+
+def test_steps_of_art_do_not_join(tmp_path):
+    """openpipe-art 0.5.18 writes a file N.parquet for each step, in which `group_index` begins at 0."""
+    for step in (1, 2):
+        answers = [[{**ASK, "trainable": False}, {**ANSWER, "content": f"{step}{place}"}] for place in range(2)]
+        rows = [{"group_index": 0, "reward": float(step - 1), "tools": None, "messages": turns} for turns in answers]
+        Dataset.from_list(rows).to_parquet(tmp_path / f"{step:04}.parquet")
+    groups = load_rollouts(str(tmp_path), 2)
+    said = [[row["completion"][0]["content"] for row in group] for group in groups[RECORDED]]
+    assert said == [["10", "11"], ["20", "21"]]
 
 
 def test_verl(tmp_path, caplog):

@@ -165,7 +165,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_path):
-    rows = [ROW | {"completion": text} for text in ("2", "2", "22", "22", "3", "3", "4", "4")]
+    rows = [ROW | {"prompt": ask, "completion": text} for ask in PROMPTS[:2] for text in ("2", "22", "3", "4")]
     rows = [{n: v for n, v in row.items() if n != "reward"} | {"solution": "2"} for row in rows]
     seen = []
 
@@ -187,15 +187,55 @@ def test_groups(tmp_path, caplog):
     asks = [[{"role": "user", "content": text}] for text in ("1+1=", "2+2=")]
     rows = [ROW | {"prompt": asks[0], "completion": str(i), "note": i, "level": "1"} for i in range(5)]
     rows += [ROW | {"prompt": asks[1], "note": 9, "level": "2"}]
-    groups = load_rollouts(written(tmp_path, rows), 2)
-    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 2], [1, 3]]
-    assert groups["level"] == ["1", "1"]
-    assert "level" not in groups[RECORDED][0][0]
+    for seed in range(4):
+        groups = load_rollouts(written(tmp_path, rows), 2, seed)
+        assert len({row["note"] for group in groups[RECORDED] for row in group} & {*range(5)}) == 4
+        assert groups["level"] == ["1", "1"]
+        assert "level" not in groups[RECORDED][0][0]
     assert "2 of its 6 completions are left over" in caplog.text
     # Two runs may give their groups the same names.
     named = [row | {"group": i % 2} for i, row in enumerate(rows)]
     groups = load_rollouts(written(tmp_path, named), 2)
-    assert [[row["note"] for row in group] for group in groups[RECORDED]] == [[0, 2], [1, 3]]
+    assert [{row["note"] % 2 for row in group} for group in groups[RECORDED]] == [{0}, {1}]
+    # Whole groups are as in the file.
+    groups = load_rollouts(written(tmp_path, rows[:5]), 5)
+    assert [row["note"] for row in groups[0][RECORDED]] == [0, 1, 2, 3, 4]
+
+
+def test_divided_groups_are_drawn_by_the_seed(tmp_path):
+    """Their order in the file may follow the rewards in any way: here, each second one is right."""
+    completions = [{"completion": str(place), "reward": float(place % 2)} for place in range(8)]
+    source = written(tmp_path, [ROW | {"prompt": ask} | completion for ask in PROMPTS for completion in completions])
+
+    def drawn(seed: int) -> list[list[str]]:
+        return [[row["completion"] for row in group] for group in load_rollouts(source, 4, seed)[RECORDED]]
+
+    groups = drawn(1)
+    assert [sorted(one + other) for one, other in zip(groups[::2], groups[1::2], strict=True)] == [[*"01234567"]] * 8
+    assert sum(len({int(text) % 2 for text in group}) == 2 for group in groups) >= 14
+    assert drawn(1) == groups != drawn(2)
+
+
+def test_groups_without_a_learning_signal_are_counted(tiny_model, tmp_path, caplog):
+    def warned(*rewards: tuple) -> str:
+        """Of groups of two, with these rewards of each prompt."""
+        caplog.clear()
+        rows = [ROW | {"prompt": str(place), "reward": one} for place, of in enumerate(rewards) for one in of]
+        load_rollouts(written(tmp_path, rows), 2)
+        return caplog.text
+
+    equal = (
+        "2 of its 2 groups have equal rewards, and no learning signal: 2 already in the file, 0 only after dividing"
+    )
+    assert equal in warned((1, 1), (0, None))
+    lost = "2 of its 4 groups have equal rewards, and no learning signal: 1 already in the file, 1 only after dividing"
+    assert lost in warned((1, 0), (0, 0, 0, 0.5), (1, 1))
+    assert "learning signal" not in warned((1, 0), (1, 1))
+    # What is recorded does not depend on what the prompts of this run ask for.
+    rows = [ROW | {"prompt": ask, "reward": 1.0} for ask in PROMPTS[:4] for _ in range(4)]
+    replayed(tiny_model, tmp_path, written(tmp_path, rows), rollouts_model=tiny_model, max_steps=1)
+    assert "no completion has a learning signal in the first rollout" in caplog.text
+    assert "boxed" not in caplog.text
 
 
 def test_reference_policy_with_one_step_per_rollout(tiny_model, tmp_path, recorded):
@@ -315,13 +355,32 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, row, said):
 
 
 def test_a_folder_is_read_whole(tmp_path):
+    """Each of its files is of another policy, whose completions are in groups of their own."""
     written(tmp_path, [ROW | {"completion": "1"}] * 2, "a.jsonl")
-    Dataset.from_list([ROW | {"completion": "2"}] * 2).to_parquet(tmp_path / "b.parquet")
-    groups = load_rollouts(str(tmp_path), 4)
-    assert [row["completion"] for row in groups[0][RECORDED]] == ["1", "1", "2", "2"]
+    Dataset.from_list([ROW | {"completion": "2", "note": "new"}] * 2).to_parquet(tmp_path / "b.parquet")
+    groups = load_rollouts(str(tmp_path), 2)
+    assert [[row["completion"] for row in group] for group in groups[RECORDED]] == [["1", "1"], ["2", "2"]]
+    assert groups["note"] == [None, "new"]
+    with pytest.raises(ValueError, match="no group of num_generations=4 completions, only of up to 2"):
+        load_rollouts(str(tmp_path), 4)
     written(tmp_path, [ROW, ROW | {"reward": "x"}], "d.jsonl")
     with pytest.raises(ValueError, match=r"d\.jsonl', row 2: `reward`"):
         load_rollouts(str(tmp_path), 2)
+
+
+def test_folders_of_steps_are_read_each_for_itself(tmp_path):
+    for step in (1, 2):
+        (folder := tmp_path / f"global_step_{step}").mkdir()
+        written(folder, [ROW | {"completion": f"{step} {place}"} for place in range(2)])
+    groups = load_rollouts(str(tmp_path), 2)
+    assert [[row["completion"] for row in group] for group in groups[RECORDED]] == [["1 0", "1 1"], ["2 0", "2 1"]]
+
+
+def test_a_group_of_several_processes_is_joined(tmp_path):
+    """`save_rollouts` writes a file for each process."""
+    for process in (0, 1):
+        written(tmp_path, [ROW | {"group": "16-0"}] * 2, f"000000016-{process}.jsonl")
+    assert len(load_rollouts(str(tmp_path), 4)) == 1
 
 
 def masked(rows: list[dict], **changes) -> list[dict]:
