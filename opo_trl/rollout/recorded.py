@@ -6,6 +6,7 @@ completions in place of new ones, so that all else is as with generation.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,8 +26,7 @@ from ..checks.weights import unsharded
 from ..config import OPOConfig
 from ..data.agent_logs import PLACE
 from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
-from . import adapter
-from .conversations import marking_template, tokenized
+from . import adapter, conversations
 from .padding import with_positions
 
 
@@ -71,7 +71,7 @@ class Recorded:
         """TRL's `rollout_func`."""
         names = {name: name for name in ("prompt_ids", "completion_ids", "logprobs")} | {"completion_mask": "env_mask"}
         found = {to: [row[name] for row in self.samples] for name, to in names.items() if name in self.samples[0]}
-        return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], **found}
+        return {"prompt_ids": _prompt_ids(trainer, prompts), **found}
 
     def rewards(self, weights: torch.Tensor) -> torch.Tensor | None:
         """
@@ -192,37 +192,71 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
         raise ValueError(f"{said}. {fix}.")
 
 
+def _prompt_ids(trainer: Any, prompts: Sequence[Any]) -> list[list[int]]:
+    """Tokens of prompts, as the run itself would ask for completions."""
+    rendered = [prompt if isinstance(prompt, str) else conversations.as_rendered(prompt) for prompt in prompts]
+    return trainer._tokenize_prompts(rendered)[0]
+
+
 def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
-    """Add the tokens of prompts and, where there are none, of completions: a text gets the token that ends a turn."""
+    """
+    Add the tokens of prompts and, where there are none, of completions: a text gets the token that ends a turn. A mask
+    leaves out what the chat template does not render as it was.
+    """
     tokenizer, prompts = trainer._tokenizer, trainer.train_dataset["prompt"]
     end = tokenizer.eos_token_id
     if isinstance(prompts[0], list):  # a chat template may end a turn by another token
         turns = [*prompts[0], {"role": "assistant", "content": "x"}]
         ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
         end = next((token for token in reversed(ids) if token in trainer.eos_token_ids), end)
-    template, unique, source = None, [], f"rollouts={trainer.args.rollouts!r}"
+    template, unique, left_out, added_thoughts = None, [], defaultdict(list), 0
+    source = f"rollouts={trainer.args.rollouts!r}"
     for prompt, group in zip(prompts, groups, strict=True):
-        prompt_ids = trainer._tokenize_prompts([prompt])[0][0]
+        (prompt_ids,) = _prompt_ids(trainer, [prompt])
         for row in group:
             row.setdefault("prompt_ids", prompt_ids)
             completion, tools = row.pop("completion", None), row.pop("tools", None)
             if "completion_ids" in row:
                 continue
-            if (text := text_of(completion)) is None or tools:
-                if not tools and any(turn.get("tool_calls") for turn in completion):
-                    logger.warning_once(f"{source}: no column `tools` describes those that are called.")
-                template = template or marking_template(tokenizer)
-                row |= tokenized(trainer, template, prompt, completion, tools or ())
-            else:
-                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                ids = ids if end is None or (ids and ids[-1] in trainer.eos_token_ids) else [*ids, end]
-                row |= {"completion_ids": ids, "completion_mask": [1] * len(ids)}
-            both = [*row["prompt_ids"], *row["completion_ids"]]
-            unique.append(tokenizer(tokenizer.decode(both), add_special_tokens=False)["input_ids"] == both)
+            text = text_of(completion)
+            turns = completion if text is None else [{"role": "assistant", "content": text}]
+            try:
+                if text is None or tools:
+                    if not tools and any(turn.get("tool_calls") for turn in turns):
+                        logger.warning_once(f"{source}: no column `tools` describes those that are called.")
+                    template = template or conversations.marking_template(tokenizer)
+                    row |= conversations.tokenized(trainer, template, prompt, turns, tools or ())
+                    added_thoughts += conversations.empty_thoughts(tokenizer, row, turns)
+                else:
+                    if not isinstance(prompt, str):
+                        conversations.check_prompt(trainer, prompt)
+                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                    ids = ids if end is None or (ids and ids[-1] in trainer.eos_token_ids) else [*ids, end]
+                    row |= {"completion_ids": ids, "completion_mask": [1] * len(ids)}
+                both = [*row["prompt_ids"], *row["completion_ids"]]
+                unique.append(tokenizer(tokenizer.decode(both), add_special_tokens=False)["input_ids"] == both)
+            except conversations.UnfaithfulError as reason:
+                left_out[str(reason)].append(row[PLACE])
+                unique.append(False)
+                # Not nothing: reward functions read it, and the reward counts in the mean of its group.
+                ids = tokenizer(conversations.spoken(turns), add_special_tokens=False)["input_ids"] or prompt_ids[-1:]
+                row |= {"completion_ids": ids, "completion_mask": [0] * len(ids)}
+    if left_out:
+        count = sum(map(len, left_out.values()))
+        reasons = "; ".join(f"{why} ({len(places):,}, such as {places[0]})" for why, places in left_out.items())
+        said = f"{source}: {count:,} of its {len(unique):,} completions cannot be trained on: {reasons}"
+        if count == len(unique):
+            raise ValueError(f"{said}. None is left: record their tokens, or change their messages.")
+        logger.warning(f"{said}. They are left out.")
+    if added_thoughts:
+        said = f"the chat template adds an empty thought to {added_thoughts:,} turns, which counts as sampled"
+        fix = "If the model wrote none, set `chat_template_kwargs` to {enable_thinking: false}"
+        logger.warning(f"{source}: {said}. {fix}.")
     if unique:
         share = 1 - sum(unique) / len(unique)
         said = f"{source} has no tokens: its text is tokenized again, perhaps otherwise than sampled"
-        logger.warning(f"{said}. For {share:.1%} of completions, that depends on whether the prompt is before them.")
+        depends = "that depends on whether the prompt is before them" + ", or they are left out" * bool(left_out)
+        logger.warning(f"{said}. For {share:.1%} of completions, {depends}.")
 
 
 def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
