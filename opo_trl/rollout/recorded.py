@@ -108,6 +108,7 @@ class Recorded:
             fix = "Keep those of one temperature, and set `temperature` to it"
             raise ValueError(f"temperature={args.temperature:g}, but {said}. {fix}.")
         if "completion_ids" in samples[0]:
+            _check_ids(trainer, samples)
             _check_texts(trainer, samples[:100])
         if "logprobs" in samples[0]:
             return dataset
@@ -190,6 +191,17 @@ def _check_texts(trainer: Any, samples: Rows) -> None:
         said = f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text"
         fix = "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`"
         raise ValueError(f"{said}. {fix}.")
+
+
+def _check_ids(trainer: Any, samples: Rows) -> None:
+    """Check that the model has all tokens of recorded completions: it would fail only where it meets another one."""
+    size = trainer.model.config.get_text_config().vocab_size
+    for row in samples:
+        for name in ("prompt_ids", "completion_ids"):
+            if (largest := max(row.get(name) or (0,))) >= size:
+                said = f"rollouts={trainer.args.rollouts!r}, {row[PLACE]}: `{name}` has {largest}"
+                fix = "If the tokens are of another tokenizer, remove them and `logprobs`, and keep the text"
+                raise ValueError(f"{said}, but the model has only {size:,} tokens. {fix}.")
 
 
 def _prompt_ids(trainer: Any, prompts: Sequence[Any]) -> list[list[int]]:

@@ -515,6 +515,14 @@ def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tm
         replayed(tiny_model, tmp_path, written(tmp_path, other), max_steps=1)
 
 
+@pytest.mark.parametrize("name", ["prompt_ids", "completion_ids"])
+def test_tokens_that_the_model_does_not_have_are_rejected(tiny_model, tmp_path, recorded, name):
+    rows = rows_of(recorded)
+    rows[2][name][0] = 259
+    with pytest.raises(ValueError, match=rf"rollouts=.*, row 3: `{name}` has 259, but the model has only 259 tokens"):
+        replayed(tiny_model, tmp_path, written(tmp_path, rows))
+
+
 def test_recipe_trains_on_rollouts_and_measures_on_other_problems(tmp_path):
     """Completions of the embedded task that are half right, by the embedded base model; of 20 problems, 4 are new."""
     data = tmp_path / "data"
