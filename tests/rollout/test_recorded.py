@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from helpers import (
     PROMPTS,
@@ -232,6 +233,7 @@ def test_groups_without_a_learning_signal_are_counted(tiny_model, tmp_path, capl
     assert lost in warned((1, 0), (0, 0, 0, 0.5), (1, 1))
     assert "learning signal" not in warned((1, 0), (1, 1))
     # What is recorded does not depend on what the prompts of this run ask for.
+    MultiProcessAdapter.warning_once.cache_clear()  # other tests may have had the same warning
     rows = [ROW | {"prompt": ask, "reward": 1.0} for ask in PROMPTS[:4] for _ in range(4)]
     replayed(tiny_model, tmp_path, written(tmp_path, rows), rollouts_model=tiny_model, max_steps=1)
     assert "no completion has a learning signal in the first rollout" in caplog.text
