@@ -269,7 +269,7 @@ def with_equal_rewards(folder: Path, recorded: Path) -> str:
     ids=["opo", "two passes", "grpo", "kl", "lora dropout", "escort weights of log-probabilities"],
 )
 def test_own_completions_without_a_signal_change_nothing(tiny_model, tmp_path, recorded, options):
-    run = replayed(tiny_model, tmp_path, with_equal_rewards(tmp_path, recorded), **EQUAL, **options)
+    run = replayed(tiny_model, tmp_path, with_equal_rewards(tmp_path, recorded), **EQUAL | options)
     now = snapshot(run.model)
     assert all(torch.equal(now[name], weight) for name, weight in run.initial.items())
 
@@ -277,7 +277,7 @@ def test_own_completions_without_a_signal_change_nothing(tiny_model, tmp_path, r
 def test_own_completions_in_bfloat16_without_a_signal_change_nothing(tiny_model, tmp_path):
     low = {"model_init_kwargs": {"dtype": "bfloat16"}}
     trained(tiny_model, tmp_path, save_rollouts=True, **STEPS | {"max_steps": 1}, **low)
-    run = replayed(tiny_model, tmp_path, with_equal_rewards(tmp_path, tmp_path / "rollouts"), **EQUAL, **low)
+    run = replayed(tiny_model, tmp_path, with_equal_rewards(tmp_path, tmp_path / "rollouts"), **EQUAL | low)
     now = snapshot(run.model)
     assert all(torch.equal(now[name], weight) for name, weight in run.initial.items())
 
