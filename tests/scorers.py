@@ -4,6 +4,7 @@ import ctypes
 import hashlib
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -40,6 +41,23 @@ def _meet(word: str) -> float | None:
         case "crash":
             ctypes.string_at(0)
     return float(word)
+
+
+def start_processes(completions: list, fate: list[str], file: list[str], **kwargs) -> list[float | None]:
+    """
+    Start a process by its command, one in a session of its own that has lost its parent, and one that is forked and
+    keeps this one's files open; write their ids to a file; and meet a fate.
+    """
+    orphan = subprocess.run(
+        ["sh", "-c", "sleep 600 > /dev/null 2>&1 & echo $!"], start_new_session=True, capture_output=True, check=True
+    )
+    child = subprocess.Popen(["sleep", "600"])
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(600)
+    with open(file[0], "a") as pids:
+        print(child.pid, int(orphan.stdout), forked, file=pids)
+    return by_fate(completions, fate)
 
 
 def zero(completions: list, **kwargs) -> list[float]:

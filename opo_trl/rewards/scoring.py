@@ -14,15 +14,19 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import Pipe, forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.util import Finalize
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+import psutil
 from pebble import ProcessExpired, ProcessPool
 
 from .errors import CountingReward, RewardError, numbers, told
@@ -47,6 +51,8 @@ _FORBIDDEN = re.compile(
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _in_worker = False  # the training process has to write
+_scorer: psutil.Process  # in the first process of a worker, the second one,
+_pipe: Connection  # and the way to it
 
 
 class IsolatedReward(CountingReward):
@@ -67,7 +73,8 @@ class IsolatedReward(CountingReward):
         workers (`int`, *optional*, defaults to `4`):
             Worker processes. They start at the first call, and end with this process, `close()` or this object.
         timeout (`float`, *optional*, defaults to `30.0`):
-            Wall-clock limit per completion in seconds. A worker that exceeds it is killed, even in native code.
+            Wall-clock limit per completion in seconds. A worker that exceeds it is killed, even in native code, and so
+            are processes that the reward has started in it.
         memory (`int`, *optional*, defaults to `2048`):
             Memory that a worker may allocate in MiB, at least 512 (Linux's RLIMIT_DATA; ignored on macOS).
 
@@ -120,7 +127,7 @@ class IsolatedReward(CountingReward):
     def _outcomes(self, rows: Sequence[dict[str, list[Any]]]) -> list[Any]:
         """Score of each row, the message of an error in the worker, or an exception of the pool."""
         pool = self._running()
-        futures = [pool.schedule(_score, (self.reward, row), timeout=self.timeout) for row in rows]
+        futures = [pool.schedule(_pass_on, (self.reward, row), timeout=self.timeout) for row in rows]
         for future in futures:
             while not future.done() and pool.active:  # a pool that breaks forgets what is in its queue
                 wait([future], 1)
@@ -164,22 +171,79 @@ class _Process(ForkServerProcess):
                 sys.modules["__main__"] = main
 
 
-# In the workers. Each limit also holds in native code, during which a worker runs no signal handlers of Python: the
-# pool, in the training process, kills a worker that is late; the kernel lets an allocation fail in the worker, before
-# the out-of-memory killer chooses the trainer, and kills workers when the fork server ends, with the trainer.
+# In the workers. A worker is two processes: the first, which the pool knows, waits for the second, which scores. So it
+# can end all that the second one has started, however that one ends. On Linux, it becomes the parent of what has lost
+# its own, also in another session.
+#
+# Each limit also holds in native code, during which a process runs no signal handlers of Python: the pool, in the
+# training process, ends a worker that is late; the kernel lets an allocation fail in the second process, before the
+# out-of-memory killer chooses the trainer, and signals workers when the fork server ends, with the trainer.
+
+_PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def _limit(memory: int, reward: Callable[..., Any]) -> None:
-    """Set the limits of a worker. Unpickling the argument `reward` imports its module before they count."""
+    """Divide a worker, and set its limits. Unpickling the argument `reward` imports its module before they count."""
+    global _scorer, _pipe
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
+    _prctl(_PDEATHSIG, signal.SIGTERM)
+    _prctl(_CHILD_SUBREAPER, 1)
+    Finalize(None, _end_descendants, exitpriority=0)  # also on SIGTERM, by pebble's handler
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets a process that has ended
+    _pipe, other = Pipe()
+    pid = os.fork()
+    if pid == 0:
+        _pipe.close()
+        _serve(other, memory)
+    other.close()
+    _scorer = psutil.Process(pid)
+
+
+def _serve(pipe: Connection, memory: int) -> NoReturn:
+    """Score completions, in the second process of a worker, until the first one ends."""
     import resource  # POSIX only, like the fork server
 
     global _in_worker
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    _prctl(_PDEATHSIG, signal.SIGKILL)
     _in_worker = True
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # pebble's handler would wait for native code to return to Python
+    for number in (signal.SIGCHLD, signal.SIGTERM):  # pebble's handler would wait for native code to return to Python
+        signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_DATA, (memory * 2**20, memory * 2**20))
+    try:
+        while True:
+            pipe.send(_score(*pipe.recv()))
+    finally:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _pass_on(reward: Callable[..., Any], row: dict[str, list[Any]]) -> float | str | None:
+    """Have the second process of this worker score a completion. If that one has ended, this one ends, too."""
+    try:
+        _pipe.send((reward, row))
+        while not _pipe.poll(1):
+            if not _scorer.is_running():  # and something that it has forked holds the pipe open
+                raise EOFError
+        return _pipe.recv()
+    except (EOFError, OSError):
+        _end_descendants()
+        os._exit(1)
+
+
+def _end_descendants() -> None:
+    """End what this process has started, what that has started, and so on."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which would end this one first
+    for _ in range(300):  # one may be starting another; one that changes its user cannot be ended
+        if not (descendants := psutil.Process().children(recursive=True)):
+            return
+        for descendant in descendants:
+            with suppress(psutil.Error):
+                descendant.kill()
+        time.sleep(0.01)
 
 
 def _score(reward: Callable[..., Any], row: dict[str, list[Any]]) -> float | str | None:

@@ -107,16 +107,60 @@ def test_workers_import_neither_torch_nor_trl():
     reward.close()
 
 
+def fork_server() -> psutil.Process:
+    servers = psutil.Process().children()
+    return next(each for each in servers if any("opo_trl.rewards.scoring" in word for word in each.cmdline()))
+
+
 def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate):
     assert score(by_fate, ["1"]) == [1.0]
-    server = next(
-        p for p in psutil.Process().children() if any("opo_trl.rewards.scoring" in word for word in p.cmdline())
-    )
+    server = fork_server()
     to_end = [server, *server.children()]  # in this order, or the server may start another worker before its own end
     timer = threading.Timer(0.5, lambda: [process.terminate() for process in to_end])
     timer.start()
     assert score(by_fate, ["take a second"] * 2) == [1.0] * 2
     assert (by_fate.timeouts, by_fate.errors) == (0, 0)
+
+
+# What a reward starts
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not say what a process has started")
+
+
+def started(file: Path) -> list[int]:
+    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+
+@LINUX
+@pytest.mark.parametrize("fate", ["hang in native code", "be killed", "crash"])
+def test_what_a_reward_has_started_ends_with_its_worker(tmp_path, fate):
+    reward = IsolatedReward(scorers.start_processes, workers=1, timeout=2.0)
+    assert reward(["…"], fate=[fate], file=[str(tmp_path / "pids")]) == [None]
+    assert len(started(tmp_path / "pids")) == (3 if fate.startswith("hang") else 6)  # a lost row is scored once more
+    wait_until(lambda: none_alive(started(tmp_path / "pids")), 10)
+    reward.close()
+
+
+@LINUX
+@pytest.mark.parametrize("end", ["closed", "worn out", "told to end", "server told to end"])
+def test_what_a_reward_has_started_lives_as_long_as_its_worker(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(scoring, "COMPLETIONS_OF_A_WORKER", 3)  # of which the first is that of the pool's start
+    reward = IsolatedReward(scorers.start_processes, workers=1)
+    assert reward(["…"], fate=["1"], file=[str(tmp_path / "pids")]) == [1.0]
+    time.sleep(0.5)
+    child = psutil.Process(started(tmp_path / "pids")[0])
+    assert [none_alive([pid]) for pid in started(tmp_path / "pids")] == [False] * 3
+    match end:
+        case "closed":
+            reward.close()
+        case "worn out":
+            reward(["…"], fate=["1"], file=[str(tmp_path / "others")])
+        case "told to end":
+            next(each for each in fork_server().children() if each in child.parents()).terminate()
+        case "server told to end":
+            fork_server().terminate()
+    wait_until(lambda: none_alive(started(tmp_path / "pids")), 10)
+    reward.close()
 
 
 # What it takes
@@ -142,13 +186,12 @@ if what == "own":
     IsolatedReward(own, workers=1)(["…"])
 reward = IsolatedReward(scorers.process_id, workers=2)
 print(*(int(pid) for pid in reward(["…"] * 50)), flush=True)
-reward = IsolatedReward(scorers.by_fate, workers=1, timeout=60.0)
-reward(["…"], fate=["1"])
+reward = IsolatedReward(scorers.start_processes, workers=1, timeout=60.0)
 if what == "raises":
+    reward(["…"], fate=["1"], file=["pids"])
     raise SystemExit(7)
 if what == "killed":
-    print("hanging", flush=True)
-    reward(["…"] * 100, fate=["hang in native code"] * 100)
+    reward(["…"] * 100, fate=["hang in native code"] * 100, file=["pids"] * 100)
 """
 
 
@@ -157,7 +200,8 @@ def start(tmp_path: Path, what: str) -> subprocess.Popen:
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
     command = [sys.executable, str(tmp_path / "script.py"), what]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes)
 
 
 def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path):
@@ -165,16 +209,18 @@ def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path):
     out, err = script.communicate(timeout=60)
     assert script.returncode == 7, err
     assert out.count("imported") == 1
-    wait_until(lambda: none_alive([int(pid) for pid in out.split()[1:]]), 10)
+    left = [*started(tmp_path / "pids"), *(int(pid) for pid in out.split()[1:])]
+    assert len(left) >= 4
+    wait_until(lambda: none_alive(left), 10)
 
 
+@LINUX
 def test_killed_script_leaves_no_process_behind(tmp_path):
-    """Neither workers that wait, nor one that hangs in native code."""
+    """Neither workers that wait, nor one that hangs in native code, nor what that one has started."""
     script = start(tmp_path, "killed")
-    assert [script.stdout.readline() for _ in range(3)][2] == "hanging\n"
-    time.sleep(1)
-    left = [child.pid for child in psutil.Process(script.pid).children(recursive=True)]
-    assert len(left) >= 3  # the worker, the fork server and its tracker of resources
+    wait_until(lambda: len(started(tmp_path / "pids")) == 3, 60)
+    left = {child.pid for child in psutil.Process(script.pid).children(recursive=True)}
+    assert left > {*started(tmp_path / "pids")}
     script.kill()
     wait_until(lambda: none_alive(left), 20)
 
