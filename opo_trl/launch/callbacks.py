@@ -36,7 +36,8 @@ class LogFile(TrainerCallback):
         if state.is_world_process_zero:
             for name in (LOG, COMPLETIONS):
                 # A resumed run writes what came after its checkpoint again.
-                lines, step = read_lines(self.folder / name) if state.global_step else [], state.global_step
+                path, step = self.folder / name, state.global_step
+                lines = read_lines(path, follow=True, bounded=False) if step else []
                 kept = [line for line in lines if line["step"] < step + (CHANGED_RATE not in line)]
                 write_lines(self.folder / name, kept)
 

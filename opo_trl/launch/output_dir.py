@@ -42,7 +42,7 @@ def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> di
     # Each process looks for itself: how processes are connected depends on these values.
     wanted, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
     folder = Path(str(last_complete(output_dir) if wanted in LAST else wanted))
-    stored = {} if fault(folder) else yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE))
+    stored = {} if fault(folder) else yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE, follow=True))
     if not stored or any(stored.get(name) != recipe.get(name) for name in (*CUT[2:], "generation_batch_size")):
         return {}
     own = {**values, "processes": int(os.environ.get("WORLD_SIZE", 1))}

@@ -11,8 +11,8 @@ kept it.
 
 import csv
 import io
-import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks.files import read_json, read_lines, read_text
+from ..checks.files import MOST_LINES, loads, parse, read_json, read_lines, read_text
 from ..checks.text import one_line
 from ..metrics.log import finite, number
 from .diagnostics import conclusion, diagnostics, judge
@@ -78,39 +78,51 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The entries of training, in order, and which file of a folder they are from. A `ValueError` names the file."""
     file = path if path.is_file() else _newest_state(path)
     try:
-        rows = [numbers(row) for row in _rows(file)]
+        rows = [numbers(row) for row in _rows(file, named=file == path)]
         log = entries(rows)
         if not any(_OF_GRPO & entry.keys() for entry in log):
             found = one_line(", ".join(sorted({name for row in rows for name in row})))
-            raise ValueError(f"no step has a metric of GRPOTrainer; found {found or 'nothing'}")
-    except (ValueError, csv.Error, RecursionError) as error:
+            raise ValueError(f"no row with a `step` has a metric of GRPOTrainer; found {found or 'nothing'}")
+    except (ValueError, csv.Error) as error:
         wanted = f"a folder of TRL with {STATE}, that file or an export of one run as .jsonl, .json or .csv"
-        raise ValueError(f"RUN={str(file)!r} is not the log of a GRPO run: {error}. RUN is {wanted}.") from error
+        message = str(error).rstrip(".")
+        raise ValueError(f"RUN={str(file)!r} is not the log of a GRPO run: {message}. RUN is {wanted}.") from error
     return log, [] if file == path else [f"Read: {file}."]
 
 
 def _newest_state(folder: Path) -> Path:
-    """The state of the most optimizer steps: that of a checkpoint, or of the end."""
-    states = [state for state in (*folder.glob(f"checkpoint-*/{STATE}"), folder / STATE) if state.is_file()]
+    """The state of the most optimizer steps: that of a checkpoint, or of the end. A link to a checkpoint is none."""
+    checkpoints = [checkpoint for checkpoint in folder.glob("checkpoint-*") if not checkpoint.is_symlink()]
+    states = [state for state in (each / STATE for each in (*checkpoints, folder)) if os.path.lexists(state)]
     if not states:
         raise ValueError(f"RUN={str(folder)!r} has no {STATE}, nor has a checkpoint in it, and is no file.")
-    return max(states, key=lambda state: read_json(state).get("global_step", 0))
+    return max(states, key=_steps_of)
 
 
-def _rows(file: Path) -> Sequence[Mapping[str, Any]]:
+def _steps_of(state: Path) -> float:
+    step = number({"global_step": 0, **read_json(state)}, "global_step")
+    if math.isnan(step):
+        raise ValueError(f"{str(state)!r} cannot be read: its `global_step` is not a number.")
+    return step
+
+
+def _rows(file: Path, *, named: bool) -> Sequence[Mapping[str, Any]]:
+    """The rows of a file. If the user has named it, it may be a link."""
     form = file.name.removesuffix(".gz").rpartition(".")[2]
     if form == "csv":
-        rows: Any = list(csv.DictReader(io.StringIO(read_text(file))))
+        rows: Any = list(csv.DictReader(io.StringIO(read_text(file, follow=named))))
     elif form == "jsonl":
-        rows = read_lines(file)
+        rows = read_lines(file, follow=named)
     elif form == "json":
-        content = json.loads(read_text(file))
+        content = loads(read_text(file, follow=named))
         rows = content.get("log_history") or content.get("rows") if isinstance(content, dict) else content
     else:
         raise ValueError(f"its name ends with {file.suffix!r}")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it holds no rows with names and values")
-    if len(runs := {row["run_name"] for row in rows if "run_name" in row}) > 1:
+    if len(rows) > MOST_LINES:
+        raise ValueError(f"it holds more than {MOST_LINES:,} rows, the most that are read")
+    if len(runs := {str(row["run_name"]) for row in rows if "run_name" in row}) > 1:
         raise ValueError(f"it holds {len(runs)} runs by `run_name`. Export one of them")
     return rows
 
@@ -118,7 +130,7 @@ def _rows(file: Path) -> Sequence[Mapping[str, Any]]:
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """A row under TRL's names, with NaN for all but numbers; trackio and verl keep metrics in one value."""
     if isinstance(row.get("metrics"), str):
-        row = {**row, **json.loads(row["metrics"])}
+        row = {**row, **parse(row["metrics"])}
     if isinstance(row.get("data"), dict):
         row = {**row, **row["data"]}
     found = {}

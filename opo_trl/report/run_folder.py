@@ -12,11 +12,13 @@ The folder of a run: its recipe, environment, log and results.
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..checks import files
+from ..metrics.log import number
 
 
 RECIPE, SETTINGS, ENVIRONMENT = "recipe.yaml", "settings.json", "environment.json"
@@ -50,5 +52,12 @@ def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none."""
-    return files.read_lines(folder / LOG) or files.read_lines(folder / f"{LOG}.gz")
+    """
+    The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none. A `ValueError` if an entry has no
+    number as its `step`.
+    """
+    log = files.read_lines(folder / LOG) or files.read_lines(folder / f"{LOG}.gz")
+    for place, entry in enumerate(log, 1):
+        if math.isnan(number(entry, "step")):
+            raise ValueError(f"The log in {str(folder)!r} cannot be read: entry {place} has no number as its `step`.")
+    return log

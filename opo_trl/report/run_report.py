@@ -9,7 +9,8 @@ A run writes its `report.html` when it ends. The same folder gives the same byte
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from scipy import stats
 
 from ..checks import files
+from ..checks.secrets import mask, mask_text
 from ..checks.text import one_line, printable
 from . import run_folder
 from .diagnostics import conclusion, judge, spark
@@ -95,23 +97,36 @@ def write_report(folder: Path) -> None:
 def describe(folder: Path) -> dict[str, Any]:
     """The content of the report."""
     log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
-    summary = run_folder.read_summary(folder)
+    summary, plan = run_folder.read_summary(folder), files.read_text(folder / run_folder.PLAN)
     if not settings:
         said = "is not a run of opo-trl. `opo-trl diagnose` reads any log."
         raise ValueError(f"{str(folder)!r} has no {run_folder.SETTINGS}, so it {said}")
-    verdicts = judge(log, settings)
     shown = ("objective", "model_name_or_path", "dataset_name", "levels", "seed")
-    return {
-        "name": folder.resolve().name,
-        "summary": [
-            ", ".join(f"{name} {settings[name]}" for name in shown if settings.get(name)) + ".",
-            _progress(log, settings, summary),
-            conclusion(verdicts),
-        ],
-        "plan": files.read_text(folder / run_folder.PLAN),
-        "accuracies": accuracies(summary),
-        "verdicts": verdicts,
-    }
+    with _of_a_run(folder):
+        settings = mask(settings)
+        verdicts = judge(log, settings)
+        return {
+            "name": folder.resolve().name,
+            "summary": [
+                ", ".join(f"{name} {settings[name]}" for name in shown if settings.get(name)) + ".",
+                _progress(log, settings, summary),
+                conclusion(verdicts),
+            ],
+            "plan": mask_text(plan),
+            "accuracies": accuracies(summary),
+            "verdicts": verdicts,
+        }
+
+
+@contextmanager
+def _of_a_run(folder: Path) -> Iterator[None]:
+    """Name the folder if what is in its files has another form than that of a run."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        message = one_line(f"{type(error).__name__}: {error}").rstrip(".")
+        names = f"{run_folder.SETTINGS}, {run_folder.SUMMARY} or the log"
+        raise ValueError(f"In {str(folder)!r}, {names} is not as opo-trl writes it: {message}.") from error
 
 
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
@@ -150,16 +165,19 @@ def compare(folders: Sequence[Path]) -> str:
     methods: dict[str, dict[str, Any]] = {}
     runs: dict[str, Runs] = {}
     for folder in folders:
-        if not run_folder.is_finished(folder):
+        settings, summary = run_folder.read_settings(folder), run_folder.read_summary(folder)
+        if "after" not in summary:
             raise ValueError(f"{str(folder)!r} is not the folder of a finished run.")
-        settings = run_folder.read_settings(folder)
-        method = {field: value for field, value in settings.items() if field not in INCIDENTAL}
-        name = next((name for name, other in methods.items() if other == method), str(folder))
+        with _of_a_run(folder):
+            accuracies(summary)  # numbers, which have a format
+            seed, results = int(settings["seed"]), run_folder.by_decoding(summary["after"])
+            method = {field: value for field, value in mask(settings).items() if field not in INCIDENTAL}
+            name = next((name for name, other in methods.items() if other == method), str(folder))
         methods[name] = method
         seeds = runs.setdefault(name, {})
-        if settings["seed"] in seeds:
-            raise ValueError(f"{name} has several runs of seed {settings['seed']}. Leave one of them out.")
-        seeds[settings["seed"]] = run_folder.by_decoding(run_folder.read_summary(folder)["after"])
+        if seed in seeds:
+            raise ValueError(f"{name} has several runs of seed {seed}. Leave one of them out.")
+        seeds[seed] = results
     first, *others = runs
     rows = [
         ["", *runs],

@@ -13,8 +13,10 @@ import pytest
 from datasets import Dataset
 from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 
+from opo_trl.checks import files
 from opo_trl.checks.files import write_json
 from opo_trl.launch.cli import main
+from opo_trl.report import diagnosis
 from opo_trl.report.callback import Diagnose
 from opo_trl.report.diagnosis import read
 from opo_trl.report.diagnostics import judge
@@ -291,11 +293,47 @@ def test_newest_checkpoint_is_read_unless_training_went_further(tmp_path):
     assert len(entries(tmp_path)) == 9
 
 
+def state(folder: Path, **changes) -> Path:
+    folder.mkdir(exist_ok=True)
+    log = rows_of(*range(1, 13))
+    write_json(folder / "trainer_state.json", {"global_step": 12, "log_history": log, **changes})
+    return folder
+
+
+def test_links_of_the_user_are_followed_and_links_in_the_folder_are_not(tmp_path, capsys):
+    elsewhere = state(tmp_path / "elsewhere", global_step=99)
+    run = state(tmp_path / "run")
+    for name, target in (("checkpoint-99", elsewhere), ("checkpoint-up", ".."), ("checkpoint-12", ".")):
+        (run / name).symlink_to(target)
+    (tmp_path / "latest").symlink_to("run")
+    (tmp_path / "log.json").symlink_to(run / "trainer_state.json")
+    for path in ("latest", "log.json"):
+        assert words(capsys, tmp_path / path)[1]["Reward went"] == "healthy"
+    assert read(run)[1] == [f"Read: {run / 'trainer_state.json'}."]
+    (run / "trainer_state.json").unlink()
+    assert main(["diagnose", str(run)]) == 2
+    (run / "trainer_state.json").symlink_to(elsewhere / "trainer_state.json")
+    assert main(["diagnose", str(run)]) == 2
+    assert "trainer_state.json' is a link" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["12", None, [12], math.nan, 10**50], ids=str)
+def test_state_without_a_number_of_steps_is_named(tmp_path, capsys, value):
+    state(state(tmp_path / "run") / "checkpoint-3", global_step=value)
+    assert main(["diagnose", str(tmp_path / "run")]) == 2
+    assert "checkpoint-3/trainer_state.json' cannot be read: its `global_step` is not a" in capsys.readouterr().err
+
+
 BAD = {
     "empty.csv": (b"", "found nothing"),
     "sft.jsonl": (b'{"step": 1, "loss": 2.5, "grad_norm": 1}\n', "found grad_norm, loss, step"),
     "scalar.json": (b"3", "it holds no rows"),
     "deep.json": (b'{"a":' * 10**5, "recursion"),
+    "no_step.jsonl": (b'{"reward": 1, "grad_norm": 1}\n', "no row with a `step` has a metric"),
+    "zipped.csv.gz": (b"step,reward", "cannot be unzipped: Not a gzipped file"),
+    "metrics.json": (b'[{"metrics": "[1]"}]', "it holds '[1]', not a mapping"),
+    "deep_metrics.json": (json.dumps([{"metrics": "[" * 10**5}]).encode(), "recursion"),
+    "any_runs.json": (b'[{"run_name": [1]}, {"run_name": {}}]', "2 runs by `run_name`"),
     "pickle.bin": (b"\x80\x04.", "its name ends with '.bin'"),
     "escapes.jsonl": (b'{"step": 1, "\\u001b[31mred": 1}\n', r"found \x1b[31mred, step"),
     "runs.jsonl": (b'{"run_name": "a", "step": 1}\n{"run_name": "b", "step": 1}\n', "2 runs by `run_name`"),
@@ -311,6 +349,16 @@ def test_what_is_no_log_is_named_with_what_was_found_and_what_is_expected(tmp_pa
     assert "\x1b" not in error
     for part in (name, says, "RUN is a folder of TRL with trainer_state.json, that file or an export"):
         assert part in error, error
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.json"])
+def test_rows_have_a_bound(tmp_path, capsys, monkeypatch, name):
+    rows = {"log.csv": "step,reward\n" + "1,1\n" * 50, "log.jsonl": '{"step": 1}\n' * 50, "log.json": "[{},{},{}]"}
+    (tmp_path / name).write_text(rows[name])
+    for module in (files, diagnosis):
+        monkeypatch.setattr(module, "MOST_LINES", 2)
+    assert main(["diagnose", str(tmp_path / name)]) == 2
+    assert re.search("more than .*2 (rows|lines), the most that are read", capsys.readouterr().err)
 
 
 def test_path_without_a_log_is_named(tmp_path, capsys):

@@ -1,8 +1,11 @@
 """A run's folder from somebody else: reports execute nothing, escape all text, and write only to `--output`."""
 
+import gzip
 import json
+import os
 import pickle
 import shutil
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from helpers import Bomb
 from test_report import CELL, SETTINGS, scripted, text_of, write_run
 
+from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, read_json, write_json
 from opo_trl.launch.cli import main
 from opo_trl.report import run_report
@@ -60,11 +64,119 @@ def test_nothing_is_executed_and_nothing_but_the_output_is_written(run, tmp_path
     assert not (tmp_path / "harm").exists()
 
 
+READ = ("settings.json", "summary.json", "log.jsonl", "log.jsonl.gz", "plan.txt")
+
+
+@pytest.mark.parametrize("name", READ)
+def test_no_link_inside_the_folder_is_followed(run, tmp_path, capsys, name):
+    private = (run / name).rename(tmp_path / "private") if (run / name).exists() else tmp_path / "private"
+    if name == "log.jsonl.gz":
+        private.write_bytes(gzip.compress((run / "log.jsonl").read_bytes()))
+        (run / "log.jsonl").unlink()
+    (run / name).symlink_to(private)
+    for command in COMMANDS if name in ("settings.json", "summary.json") else ("report", "diagnose"):
+        assert status_of(command, run, "--output", str(tmp_path / "page.html")) == 2
+        assert f"{name}' is a link" in capsys.readouterr().err
+    assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_named_and_not_waited_for(run, capsys, name, make):
+    for old in {name, name.removesuffix(".gz")}:
+        (run / old).unlink(missing_ok=True)
+    make(run / name)
+    assert main(["report", str(run)]) == 2
+    assert f"{name}'" in capsys.readouterr().err
+
+
+def test_output_is_not_written_through_a_link(run, tmp_path):
+    private = tmp_path / "private"
+    private.write_text("private")
+    for name in ("page.html", "_page.html.part"):
+        (run / name).symlink_to(private)
+    assert main(["report", str(run), "--output", str(run / "page.html")]) == 0
+    assert private.read_text() == "private"
+    assert (run / "page.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("name", ["log.jsonl.gz", "log.jsonl", "settings.json", "summary.json", "plan.txt"])
+def test_file_of_any_size_takes_little_memory(run, capsys, monkeypatch, name):
+    monkeypatch.setattr(files, "MOST_BYTES", 2**18)
+    (run / "log.jsonl").unlink()
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(run / name, "wb") as file:
+        for _ in range(64):
+            file.write(b" " * 2**18)
+    tracemalloc.start()
+    try:
+        assert main(["report", str(run)]) == 2
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+    assert f"{name}' holds more than" in capsys.readouterr().err
+
+
+def test_lines_have_a_bound(run, capsys, monkeypatch):
+    monkeypatch.setattr(files, "MOST_LINES", 39)
+    assert main(["report", str(run)]) == 2
+    assert "log.jsonl' holds more than 64 MiB or 39 lines" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["settings.json", "summary.json", "log.jsonl"])
-def test_damaged_file_is_named(run, capsys, name):
-    (run / name).write_bytes(b'{"a": [1,\n')
+@pytest.mark.parametrize("content", [b'{"a": [1,\n', b'{"a":' * 10**5 + b"\n"], ids=["cut short", "deep"])
+def test_damaged_file_is_named(run, capsys, name, content):
+    (run / name).write_bytes(content)
     assert main(["report", str(run)]) == 2
     assert name in capsys.readouterr().err
+
+
+def test_file_that_cannot_be_unzipped_is_named(run, capsys):
+    (run / "log.jsonl").unlink()
+    zipped = gzip.compress(b"{}" * 100)
+    for content in (b"no gzip", zipped[:-9], zipped[:-4] + b"1234", zipped[:12] + b"\xff" * 9):
+        (run / "log.jsonl.gz").write_bytes(content)
+        assert main(["report", str(run)]) == 2
+        assert "log.jsonl.gz' cannot be unzipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("step", ["", '"step": "x", ', '"step": null, ', '"step": NaN, ', '"step": [1], '])
+def test_entry_without_a_step_is_named(run, capsys, step):
+    with (run / "log.jsonl").open("a") as log:
+        log.write(f'{{{step}"reward": 1.0}}\n')
+    assert main(["report", str(run)]) == 2
+    assert "entry 43 has no number as its `step`" in capsys.readouterr().err
+
+
+FORMS = {
+    "settings.json": [{"max_steps": "x"}, {"num_generations": [1]}, {"chi2_radius": "x"}],
+    "summary.json": [
+        {"after": [1]},
+        {"after": {"L": [1]}},
+        {"after": {"L": {"greedy": {"accuracy": 0.5}}}},
+        {"after": {"L": {"greedy": {**CELL, "low": "x"}}}},
+        {"after": {"L": {"greedy": {**CELL, "high": 10**400}}}},
+        {"optimizer_steps": "x"},
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), [(name, form) for name, forms in FORMS.items() for form in forms])
+def test_values_of_another_form_are_a_sentence(run, capsys, name, changes):
+    write_json(run / name, {**read_json(run / name), **changes})
+    assert status_of("report", run) == 2
+    assert f"In {str(run)!r}, settings.json, summary.json or the log is not as" in capsys.readouterr().err
+    assert status_of("several", run) in (0, 2)
+
+
+def test_secrets_are_not_shown(run, tmp_path, capsys):
+    write_json(run / "settings.json", {**SETTINGS, "dataset_name": "https://u:hush@host/x", "hub_token": "hush"})
+    (run / "plan.txt").write_text("data  https://u:hush@host/x\n")
+    for command in COMMANDS:
+        assert status_of(command, run, "--output", str(tmp_path / command)) == 0
+    pages = [(tmp_path / command).read_text() for command in COMMANDS]
+    assert "hush" not in "".join([*pages, capsys.readouterr().out])
+    assert "https://&lt;secret&gt;@host/x" in pages[0]
 
 
 @pytest.mark.parametrize("value", ["x", 10**400, float("inf"), None], ids=str)

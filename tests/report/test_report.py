@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import TrainerControl, TrainerState
 
+from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, write_json
 from opo_trl.launch.callbacks import LogFile, ProgressBar
 from opo_trl.launch.cli import main
@@ -246,6 +247,14 @@ def test_progress_bar_accepts_none():
     names = ("reward", "validation/accuracy", "entropy", "grad_norm")
     bar.on_log(None, state, TrainerControl(), logs=dict.fromkeys(names))
     bar.on_train_end(None, state, TrainerControl())
+
+
+def test_log_of_an_own_run_may_be_of_any_size_and_a_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "MOST_LINES", 2)
+    append_lines(tmp_path / "elsewhere", [{"step": step, "reward": 1.0} for step in range(1, 9)])
+    (tmp_path / "log.jsonl").symlink_to("elsewhere")
+    LogFile(tmp_path).on_train_begin(None, TrainerState(global_step=6, is_world_process_zero=True), None)
+    assert [line["step"] for line in files.read_lines(tmp_path / "log.jsonl", bounded=False)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_metric_named_step_does_not_hide_the_optimizer_step(tmp_path):
