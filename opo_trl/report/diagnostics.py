@@ -19,6 +19,7 @@ from ..metrics.log import Entry, Points, finite, number, off_policy
 
 
 _FEWEST_OF_A_TREND = 6  # entries
+_FEWEST_STEPS = 10  # of a verdict: with fewer, a few prompts decide
 
 
 @dataclass(frozen=True)
@@ -161,10 +162,10 @@ class Verdict:
 
     metric: str
     sentence: str
-    healthy: bool | None  # whether it is within its bounds; `None` for a fact without a bound
+    healthy: bool | None  # whether it is within its bounds; `None` if it is too early to say
     remedy: str  # what to try; empty if nothing needs to be done
     points: Points
-    range: str = ""  # of healthy values, in words; empty for a fact without a bound
+    range: str = ""  # of healthy values, in words; empty if the sentence says it
     wrong: bool = False  # whether the run no longer learns
 
     @property
@@ -210,7 +211,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "over_on_policy": _ratio(median, float(np.median(on_policy))) if len(on_policy) else math.nan,
         "change": change,
         "margin": margin,
-        "rise": min(rise, 0.0) if has_fallen else rise,
+        "rise": min(rise, -1.0) if has_fallen else rise,
     }
 
 
@@ -274,9 +275,21 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
         return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
     side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
     meaning, _, remedy = _ADVICE.get(f"{diagnostic.name} {side}", "").partition(". ")
-    said = _SENTENCES[diagnostic.name].format_map(found) + (f": {meaning}" if side else "")
+    sentence = _SENTENCES[diagnostic.name].format_map(found)
+    holds_0 = diagnostic.fact == "rise" and abs(value) < 1 and found["margin"] > 0
+    if holds_0 or _steps_of(finite(log, metric)) < _FEWEST_STEPS:
+        reason = "the interval holds 0" if holds_0 else f"fewer than {_FEWEST_STEPS} steps"
+        return Verdict(metric, f"{sentence}: too early to say, {reason}.", None, remedy, points, diagnostic.range())
+    said = sentence + (f": {meaning}" if side else "")
     lost = not learns and not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
     return Verdict(metric, f"{said}.", not side, remedy, points, diagnostic.range(), lost)
+
+
+def _steps_of(points: Points) -> float:
+    """Optimizer steps that points stand for, each for those since the one before it. The first step may be 0 or 1."""
+    steps = [step for step, _ in points]
+    interval = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
+    return min(steps[-1] - steps[0] + interval, steps[-1] - min(steps[0], 1) + 1)
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
@@ -288,7 +301,7 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     first, last = rows[0], rows[-1]
     rose, fell = last["validation/low"] > first["validation/high"], last["validation/high"] < first["validation/low"]
     verb = "rose" if rose else "fell" if fell else "went"
-    undecided = "" if rose or fell else ": the intervals overlap, so there is no verdict"
+    undecided = "" if rose or fell else ": too early to say, the intervals overlap"
     shown = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
     said = f"Validation accuracy {verb} from {shown.format_map(first)} to {shown.format_map(last)}{undecided}."
     points = finite(rows, "validation/accuracy")
@@ -302,13 +315,21 @@ _CHEATED = (
 
 
 def conclusion(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts in a sentence."""
-    judged = [verdict for verdict in verdicts if verdict.healthy is not None]
+    """The verdicts in up to three sentences: what is wrong, what to look at, and of what it is too early to say."""
+    words = ("wrong", "look", "–")
+    wrong, look, early = ([f"`{v.metric}`" for v in verdicts if v.word == word] for word in words)
+    judged = len(verdicts) - len(early)
     if not judged:
+        if any(verdict.range for verdict in verdicts):
+            return f"Too early to say: none of {len(verdicts)} diagnostics has a verdict yet."
         return "Too little has been logged for a verdict." if verdicts else "Nothing has been logged yet."
-    if poor := [f"`{verdict.metric}`" for verdict in judged if not verdict.healthy]:
-        return f"Look at {len(poor)} of {len(judged)} diagnostics: {', '.join(poor)}."
-    return f"All {len(judged)} diagnostics are healthy."
+    sentences = [f"Wrong: {len(wrong)} of {judged} diagnostics, {', '.join(wrong)}."] if wrong else []
+    sentences += [f"Look at {len(look)} of {judged} diagnostics: {', '.join(look)}."] if look else []
+    if not sentences:
+        healthy = f"Healthy: {judged} of {len(verdicts)} diagnostics."
+        sentences = [healthy if early else f"All {judged} diagnostics are healthy."]
+    sentences += [f"Too early to say: {', '.join(early)}."] if early else []
+    return " ".join(sentences)
 
 
 def spark(points: Points) -> str:

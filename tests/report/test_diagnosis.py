@@ -37,7 +37,7 @@ def truncated(tiny_model, tmp_path_factory) -> tuple[Path, list[dict]]:
             if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
                 patch.setattr(module, "TRACKIO_DIR", folder.parent / "trackio")
         options = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True, "max_completion_length": 6}
-        options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 8}
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 12}
         options |= {"report_to": "trackio", "project": "tested", "trainer_class": RecordingGRPO}
         arguments = {"rollout_func": None, "reward_funcs": even_tokens}
         arguments["eval_dataset"] = Dataset.from_dict({"prompt": PROMPTS})
@@ -90,7 +90,11 @@ LOGS = {
         rows_of(*range(1, 13), reward=1.0, grad_norm=0.0, frac_reward_zero_std=1.0),
         1,
         {"Zero-variance groups": "wrong", "Gradient norm": "wrong", "Reward went": "look"},
-        ["held 100% of completions at the end", "at most 0.75 at the end. If rewards are high"],
+        [
+            "held 100% of completions at the end",
+            "at most 0.75 at the end. If rewards are high",
+            "Wrong: 2 of 3 diagnostics, `frac_reward_zero_std`, `grad_norm`. Look at 1 of 3 diagnostics: `reward`.",
+        ],
     ),
     "clipped": (
         rows_of(*range(1, 25), **{"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 0.3}),
@@ -98,7 +102,7 @@ LOGS = {
         {"Clipped ratios": "look", "Reward went": "healthy"},
         ["Healthy: at most 0.01 on average. Use completions for fewer passes"],
     ),
-    "clipped whole, as in GSPO": (rows_of(*range(1, 9), **CLIPS), 0, {"Clipped ratios": "healthy"}, []),
+    "clipped whole, as in GSPO": (rows_of(*range(1, 11), **CLIPS), 0, {"Clipped ratios": "healthy"}, []),
     "never scored": (
         rows_of(*range(1, 9), reward=None, frac_reward_zero_std=0.0),
         1,
@@ -127,14 +131,58 @@ LOGS = {
         {},
         ["`grad_norm` was not a number in 10 of 30 entries"],
     ),
-    "rest at the end": ([*rows_of(*range(1, 9), learning_rate=1e-5), ENDED], 0, {"Gradient norm": "healthy"}, []),
+    "rest at the end": ([*rows_of(*range(1, 12), learning_rate=1e-5), ENDED], 0, {"Gradient norm": "healthy"}, []),
     "few metrics": (
         rows_of(*range(1, 9), entropy=1.0),
         0,
         {},
         ["Without a verdict, because not in this log: clip_ratio, "],
     ),
-    "huge": ([*changed(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300), *EIGHT[4:]], 0, {"Reward went": "look"}, []),
+    "huge": (
+        [*changed(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300), *EIGHT[4:]],
+        0,
+        {"Reward went": None},
+        ["too early to say, the interval holds 0."],
+    ),
+    "nine steps": (
+        rows_of(*range(1, 10), **{"completions/clipped_ratio": 1.0, "entropy": 1.0}),
+        0,
+        dict.fromkeys(["Reward went", "Truncated completions", "Entropy per", "Gradient norm"]),
+        [
+            "Too early to say: none of 4 diagnostics has a verdict yet.",
+            "Truncated completions were 100% at the end: too early to say, fewer than 10 steps. Healthy: at most 0.2",
+        ],
+    ),
+    "ten steps": (
+        rows_of(*range(10), **{"completions/clipped_ratio": 1.0}),
+        0,
+        {"Reward went": "healthy", "Truncated completions": "look", "Gradient norm": "healthy"},
+        ["Look at 1 of 3 diagnostics: `completions/clipped_ratio`."],
+    ),
+    "ten steps in two entries": (
+        rows_of(5, 10, frac_reward_zero_std=0.5),
+        0,
+        {"Zero-variance groups": "healthy"},
+        ["Healthy: 1 of 3 diagnostics. Too early to say: `reward`, `grad_norm`."],
+    ),
+    "the last ten steps": (
+        rows_of(*range(501, 511)),
+        0,
+        {"Reward went": "healthy"},
+        ["All 2 diagnostics are healthy"],
+    ),
+    "nine steps, mostly unscored": (
+        [*rows_of(1, frac_reward_zero_std=0.5), *rows_of(9, frac_reward_zero_std=0.5)],
+        0,
+        {"Zero-variance groups": None},
+        [],
+    ),
+    "no rise yet": (
+        [{**row, "reward": 0.5 + 0.1 * (row["step"] % 2)} for row in rows_of(*range(1, 61))],
+        0,
+        {"Reward went": None, "Gradient norm": "healthy"},
+        ["too early to say, the interval holds 0.", "Healthy: 1 of 2 diagnostics. Too early to say: `reward`."],
+    ),
 }
 
 
@@ -194,12 +242,13 @@ def test_healthy_log_of_another_trainer_is_healthy(tmp_path, capsys, shape, solv
 
 
 def test_callback_prints_verdicts_while_a_trainer_of_trl_trains(tiny_model, tmp_path, capsys):
-    arguments = {"callbacks": [Diagnose(steps=4)], "rollout_func": None, "reward_funcs": even_tokens}
-    options = {"max_steps": 8, "max_completion_length": 6, "trainer_class": RecordingGRPO}
+    arguments = {"callbacks": [Diagnose(steps=5)], "rollout_func": None, "reward_funcs": even_tokens}
+    options = {"max_steps": 10, "max_completion_length": 6, "trainer_class": RecordingGRPO}
     trained(tiny_model, tmp_path, trainer_arguments=arguments, **options).train()  # twice
     printed = capsys.readouterr().out
     steps = [line.split(".")[0] for line in printed.splitlines() if line.startswith("Step ")]
-    assert steps == ["Step 4", "Step 8"] * 2
+    assert steps == ["Step 5", "Step 10"] * 2
+    assert re.search(r"^Step 5\. Too early to say: none of \d diagnostics has a verdict yet\.$", printed, re.MULTILINE)
     assert "wrong    Truncated completions were 100% at the end" in printed
 
 
@@ -229,7 +278,7 @@ def test_run_of_trl_and_its_page(truncated, tmp_path, capsys):
     assert sorted(truncated[0].rglob("*")) == before
     assert (status, said["Truncated completions"]) == (1, "wrong")
     assert said["Zero-variance groups"] == said["Entropy per"] == said["Gradient norm"] == "healthy"
-    assert f"Read: {truncated[0]}/checkpoint-8/trainer_state.json." in printed
+    assert f"Read: {truncated[0]}/checkpoint-12/trainer_state.json." in printed
     text = unescape(re.sub("<.*?>", "", page.read_text()))
     for line in printed.splitlines()[1:-1]:
         assert line[9:].replace("`", "").partition(" Healthy:")[0] in text
@@ -248,7 +297,7 @@ def test_exports_say_what_trl_has_kept(truncated, tmp_path):
     frame.to_json(tmp_path / "records.json", orient="records")
     frame.to_json(tmp_path / "lines.jsonl", orient="records", lines=True)
     kept = entries(folder)
-    assert [entry["step"] for entry in kept] == [*range(1, 9)]
+    assert [entry["step"] for entry in kept] == [*range(1, 13)]
     for path in sorted(tmp_path.iterdir()):
         log = entries(path)
         assert len(log) == len(kept)
@@ -273,7 +322,7 @@ def test_rows_of_a_step_are_merged_and_of_a_step_that_comes_again_the_later_ones
 def test_a_checkpoint_of_ours_is_judged_as_its_run_and_an_export_beside_it_is_not(tmp_path, capsys):
     write_json(tmp_path / "settings.json", {"max_staleness": 8})
     (tmp_path / "checkpoint-8").mkdir()
-    log = rows_of(*range(1, 9), **{"opo/ratio/ess": 0.3})
+    log = rows_of(*range(1, 13), **{"opo/ratio/ess": 0.3})
     written(tmp_path / "log.jsonl", log)
     for path in (tmp_path / "checkpoint-8", tmp_path):
         assert words(capsys, path)[1]["Effective sample"] == "healthy"
