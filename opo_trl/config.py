@@ -135,6 +135,9 @@ def check_optim_args(args: Any) -> None:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")
 
 
+# Fields of the optimizer. Its state in a checkpoint would hide other values.
+OPTIMIZER = ["optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay"]
+
 _CONTENT = """
     trainer dataset_name dataset_config dataset_train_split dataset_test_split dataset_settings columns levels fraction
     subset_seed shuffle_dataset disable_dropout test_fraction prompt_style instruction max_prompt_length tools
@@ -264,6 +267,11 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     def micro_steps_per_rollout(self) -> int:
         """Forward and backward passes per rollout."""
         return self.steps_per_generation * self.num_iterations
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts that the data loader offers for a rollout."""
+        return self.generation_batch_size // self.num_generations
 
     @property
     def optimizer_steps_per_rollout(self) -> float:

@@ -57,7 +57,7 @@ from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
-from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts
+from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts, next_place
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import (
     completion_tokens,
@@ -138,7 +138,7 @@ class OPOTrainer(GRPOTrainer):
     _saved_numbers: tuple[str, ...] = (
         "_advantage_range",
         "completions_generated",
-        "_pass",
+        "_place",
         "_globalstep_last_logged",
         "_drive_metrics",
         "_reward_failures",
@@ -213,20 +213,20 @@ class OPOTrainer(GRPOTrainer):
         self._reward_failures: dict[str, int] = {}  # by kind, over all processes, since the last entry of the log
         self._skipped = SkippedSteps(args, accelerator, self.optimizer)
         self._current_train_step_time = 0.0
-        self._settings = checkpoint.settings(self)  # before a callback changes them
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             kept.clear()
         self._advantages: Tensor | None = None  # of the current rollout, over all processes; NaN where invalid
         self._advantage_range = 0.0
-        self._pass = {"number": 0, "rollouts": 0}  # over a stream, and rollouts before it
+        self._place = {"epoch": 0, "prompts": 0}  # in the data, and how many prompts of the epoch have been taken
         self.completions_generated = 0  # for training so far, over all processes
         self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
         self._skips_pass = False  # whether to leave out TRL's next pass over the rollout
+        self._n_prompts: float = math.inf  # of a stream
         if has_length(self.train_dataset):
-            n_prompts = len(cast(Dataset, self.train_dataset))
+            self._n_prompts = n_prompts = len(cast(Dataset, self.train_dataset))
             self._prompt_stream = PromptStream(n_prompts, seed=args.seed, shuffle=self.shuffle_dataset)
 
     def _checked_args(self, model, args: OPOConfig | None, *, quantized: bool) -> OPOConfig:
@@ -257,21 +257,30 @@ class OPOTrainer(GRPOTrainer):
         [`rollout.checkpoint.resolve`].
 
         Raises:
-            `ValueError`: the checkpoint is not complete, or lies inside a rollout that is cut differently in this run;
-                or no weight would be trained.
+            `ValueError`: the checkpoint is not complete, or of a run with other settings; or no weight would be
+                trained.
         """
         check_trainable(self.model, self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)
-        # Whether the checkpoint spends `max_completions`; and, in a stream, passes over it and micro-steps of the next
+        # Whether the checkpoint spends `max_completions`
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
-        self._resumed_at = None if state is None else checkpoint.place_in_stream(self.args, state)
         self._begin()
+        if state is not None:
+            checkpoint.go_to_place(self, state)
+        self._settings = checkpoint.settings(self)  # before a callback changes them
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
             del self.plan  # another call may have other arguments
         return super().train(found, *args, **kwargs)
+
+    @cached_property
+    def _optimizer_class(self) -> type:
+        """Class of the optimizer that was given to this trainer, or that it makes."""
+        if self.optimizer is not None:  # asked first when training starts, before Accelerate wraps it
+            return type(self.optimizer)
+        return self.get_optimizer_cls_and_kwargs(self.args, self.model)[0]
 
     @cached_property
     def plan(self) -> str:
@@ -287,15 +296,24 @@ class OPOTrainer(GRPOTrainer):
         if self.state.global_step >= self.state.max_steps or self._is_spent:
             self.control.should_training_stop = True
             return
+        is_first = named["epoch"] == named["epochs_trained"]
+        ahead = -self._step % self.args.micro_steps_per_rollout  # micro-steps before the next rollout
         if self._sampler is not None:
-            self._sampler.epoch = named["epoch"]
+            # Transformers counts in optimizer steps, which may have had other prompts than now.
+            skipped = named["steps_trained_in_current_epoch"] if is_first else 0
+            self._sampler.begin(**self._place, unread=skipped + ahead)
         elif not has_length(self.train_dataset):
-            if self._resumed_at is not None:  # Transformers takes all steps so far for steps of the first pass
-                passes, steps = self._resumed_at
-                named |= {"epochs_trained": passes, "steps_trained_in_current_epoch": steps}
-                named["epoch"] += passes
-            self._pass = {"number": named["epoch"], "rollouts": self._step // self.args.micro_steps_per_rollout}
+            if is_first:  # Transformers takes all steps so far for steps of the first pass
+                rollouts = self._place["prompts"] // self.args.prompts_per_rollout
+                steps = rollouts * self.args.micro_steps_per_rollout - ahead
+                named |= dict.fromkeys(("epoch", "epochs_trained"), self._place["epoch"])
+                named["steps_trained_in_current_epoch"] = steps
+            else:
+                self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
+                named["epoch"] = self._place["epoch"]
         super()._run_epoch(**named)
+        if self.control.should_epoch_stop and self._sampler is not None:  # a callback drops the rest of the epoch
+            self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
 
     def _get_train_sampler(self, dataset=None):
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
@@ -588,6 +606,7 @@ class OPOTrainer(GRPOTrainer):
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
         index, place = divmod(self._step, args.micro_steps_per_rollout)
         if place == 0:
+            self._place = next_place(self._place, args.prompts_per_rollout, self._n_prompts)
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))

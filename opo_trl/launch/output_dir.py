@@ -15,7 +15,7 @@ import yaml
 
 from ..checks import files
 from ..checks.secrets import mask, mask_words
-from ..config import CONTENT, OPOConfig
+from ..config import CONTENT, OPTIMIZER, OPOConfig
 from ..report.run_folder import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
 from ..rollout.checkpoint import LAST, fault, last_complete, load_state, resolve
 from ..rollout.elastic import CUT, fitting
@@ -28,8 +28,7 @@ logger = logging.getLogger(__name__)
 # optimizer and schedule.
 KEPT = (
     *("model_name_or_path", "model_revision", "dtype", "load_in_8bit", "load_in_4bit", "use_peft", "use_dora"),
-    *("use_rslora", "optim", "optim_args", "optim_target_modules", "lr_scheduler_type", "adam_beta1", "adam_beta2"),
-    *("adam_epsilon", "weight_decay", "seed", *CONTENT),
+    *("use_rslora", *OPTIMIZER, "lr_scheduler_type", "seed", *CONTENT),
 )
 
 

@@ -8,9 +8,12 @@ A checkpoint is complete once it has `trainer_state.json`, which Transformers wr
 written its part. Older checkpoints are deleted only after that.
 """
 
+import functools
 import json
+import pickle
 import re
 import shutil
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,18 +24,20 @@ import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, send_to_device, set_seed
+from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks.files import free
-from ..config import CONTENT, OPOConfig
-from .elastic import CUT, divide, fitting, moved
+from ..config import CONTENT, OPTIMIZER, OPOConfig
+from ..data.rollouts import RECORDED
+from .elastic import CUT, completions, divide, fitting, moved
 from .frozen_base import local_part
 
 
 logger = get_logger(__name__)
 
-FORMAT = 4  # of the state
+FORMAT = 5  # of the state
 
 LAST = (True, "true", "True", "last", "auto")  # names of a run's last complete checkpoint
 
@@ -150,7 +155,7 @@ def restore(trainer: Any, folder: Path) -> None:
     if saved["processes"] != own["processes"]:  # Transformers restores the states of some processes
         seeds = np.random.SeedSequence((args.seed, trainer.state.global_step, process))
         set_seed(int(seeds.generate_state(1)[0]))
-    trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
+    go_to_place(trainer, state)
     trainer._buffered_inputs = send_to_device(state["buffer"], device)
     if changed and state["buffer"] is not None:
         trainer._buffered_inputs = trainer._cut_again(trainer._buffered_inputs)
@@ -160,8 +165,7 @@ def restore(trainer: Any, folder: Path) -> None:
     trainer._total_loss_scalar = -trainer._tr_loss.item()
     plain = json.loads(state["plain"])
     for name, (holder, attribute) in _numbers(trainer).items():
-        if name in plain["numbers"]:  # `max_sampling_rounds` may have changed
-            setattr(holder, attribute, plain["numbers"][name])
+        setattr(holder, attribute, plain["numbers"][name])
     for mode, metrics in plain["metrics"].items():
         trainer._metrics[mode].update(metrics)
     logs: Any = trainer._logs  # name → values of the latest rollout, or name → column → values
@@ -171,6 +175,12 @@ def restore(trainer: Any, folder: Path) -> None:
                 logs[name][column].extend(values)
         else:
             logs[name].extend(kept)
+
+
+def go_to_place(trainer: Any, state: Mapping[str, Any]) -> None:
+    """Continue with the rollout and the prompts of a state: before the first step, which prompts are loaded."""
+    trainer._step = state["rollout"] * trainer.args.micro_steps_per_rollout + state["position"]
+    trainer._place = json.loads(state["plain"])["numbers"]["_place"]
 
 
 def _numbers(trainer: Any) -> dict[str, tuple[Any, str]]:
@@ -193,13 +203,6 @@ def has_spent_budget(args: OPOConfig, state: Mapping[str, Any]) -> bool:
     return spent and needs_rollout(args, state["position"])
 
 
-def place_in_stream(args: OPOConfig, state: Mapping[str, Any]) -> tuple[int, int]:
-    """Passes over a stream before that of a checkpoint with this state, and micro-steps of that."""
-    begun = json.loads(state["plain"])["numbers"]["_pass"]
-    rollouts = state["rollout"] - begun["rollouts"]
-    return begun["number"], rollouts * args.micro_steps_per_rollout + state["position"]
-
-
 def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
     """Whether the optimizer step after so many micro-steps needs a new rollout: it may begin inside the last one."""
     return -micro_steps % args.micro_steps_per_rollout < args.gradient_accumulation_steps
@@ -208,26 +211,73 @@ def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
 # Which run can resume
 
 
+# Settings that a run keeps at every checkpoint: the order of the prompts, and what the checkpoint's files belong to.
+# Others may change at the end of a rollout.
+_ORDER = ["seed", "shuffle_dataset", "max_sampling_rounds", "train_dataset.rows"]
+LASTING = [*_ORDER, *OPTIMIZER, "optimizer", "peft_config", "sync_ref_model"]
+
+# Entries of an adapter's configuration that do not change what its weights mean.
+_OF_LOADING = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"}
+
+
 def settings(trainer: Any) -> dict[str, Any]:
-    """Settings that determine the rest of a rollout, as read from JSON."""
-    args, data = trainer.args, trainer.train_dataset
-    content = [name for name in CONTENT if hasattr(args, name)]
+    """Settings that determine the rest of a run, as read from JSON."""
+    args, optimizer = trainer.args, trainer._optimizer_class
+    fields = [*CUT[1:], "num_iterations", *CONTENT, "seed", "use_vllm", *OPTIMIZER]
+    adapter = getattr(trainer.accelerator.unwrap_model(trainer.model), "active_peft_config", None)
+    of_adapter = {} if adapter is None else adapter.to_dict()
     found = {
         "processes": trainer.accelerator.num_processes,
-        **{name: getattr(args, name) for name in (*CUT[1:], "num_iterations", *content, "seed", "use_vllm")},
+        **{name: getattr(args, name) for name in fields if hasattr(args, name)},
+        "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
         "trainer": trainer._name,
         "reward_funcs": trainer.reward_func_names,
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
-        "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
+        **_data_settings(trainer),
+        "peft_config": None if adapter is None else type(adapter).__name__,
+        **{f"peft_config.{name}": value for name, value in of_adapter.items() if name not in _OF_LOADING},
     }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(found, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+
+
+def _data_settings(trainer: Any) -> dict[str, Any]:
+    # Recorded rollouts as they were loaded: what is added depends on the number of processes, up to rounding.
+    data = trainer.train_dataset if trainer._recorded is None else trainer._recorded.dataset
+    is_stream = not isinstance(data, Dataset)
+    return {
+        "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
+        "train_dataset.rows": None if is_stream else len(data),
+        "train_dataset.checksum": None if is_stream else checksum(data),
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def checksum(data: Dataset) -> str:
+    """Checksum of a dataset's prompts, and of the completions that were recorded for them."""
+    names = [name for name in ("prompt", RECORDED) if name in data.column_names]
+    content = _Checksum()
+    pickler = pickle.Pickler(content)
+    pickler.fast = True  # it writes no references between equal objects, so equal rows are equal bytes
+    for rows in data.select_columns(names).with_format(None).iter(batch_size=1000):
+        pickler.dump(rows)
+    return f"{content.value:08x}"
+
+
+class _Checksum:
+    """A file that keeps nothing but the checksum of what is written."""
+
+    value = 0
+
+    def write(self, content: bytes) -> None:
+        self.value = zlib.crc32(content, self.value)
 
 
 def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     """
-    Check that a trainer's run can resume a checkpoint: inside a rollout, or with earlier rollouts that it replays,
-    only if it would make them in the same way, and train on them in the same optimizer steps. Returns this process's
-    state, with the position in micro-steps of this run.
+    Check that a trainer's run can resume a checkpoint: that its prompts have the same order, and its files belong to
+    the same optimizer and adapter. Inside a rollout, or with earlier rollouts that the run replays, it also has to
+    make rollouts in the same way, and to train on them in the same optimizer steps; at the end of one, a warning names
+    what has changed. Returns this process's state, with the position in micro-steps of this run.
 
     Raises:
         `ValueError`: another version or number of shards saved the checkpoint, or a field differs, which is named.
@@ -238,17 +288,37 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     if has_shards and saved["processes"] != own["processes"]:
         said = f"{folder!r} holds shards of {saved['processes']} processes, but this run has {own['processes']}"
         raise ValueError(f"{said}. Set `num_processes` to {saved['processes']}.")
+    how, instead = "", None
     if state["position"] > 0:
-        how, instead = "in the middle of a rollout", "resume from a checkpoint at the end of a rollout"
+        how, instead = "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
     elif trainer.args.max_staleness and state["replay"]:
-        how, instead = "with earlier rollouts", "set `max_staleness` to 0"
-    else:
-        return state
-    wanted = {**saved, **{name: own[name] for name in CUT[:2]}, **fitting(saved, own)}
-    if differing := [name for name in own if wanted.get(name) != own[name]]:
-        there, here = (", ".join(f"{name}={each.get(name)!r:.200}" for name in differing) for each in (wanted, own))
-        said = f"{folder!r} was saved {how}, and goes on with {there}, but this run has {here}"
-        raise ValueError(f"{said}. Set {there}, or {instead}.")
+        how, instead = "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
+    wanted = dict(saved)
+    if completions(saved) == completions(own):
+        wanted |= {name: own[name] for name in CUT}
+    elif instead:
+        wanted |= {name: own[name] for name in CUT[:2]} | fitting(saved, own)
+    if saved["optimizer"] == own["optimizer"]:  # `adamw_torch` and `adamw_torch_fused`, for example
+        wanted["optim"] = own["optim"]
+    # Another release of PEFT may have other entries.
+    differing = [name for name in own if wanted.get(name, own[name]) != own[name]]
+    lasting = [name for name in differing if name in LASTING or name.startswith("peft_config.")]
+    resized = [name for name in differing if name in (*CUT, "num_iterations", "num_generations")]
+    if own["train_dataset.rows"] is None:
+        lasting += resized  # a place in a stream is a number of rollouts
+    if lasting:
+        differing, how, instead = lasting, "", "set `model_name_or_path` to it to start from its weights"
+    elif resized and not instead and trainer.args.max_steps <= 0:
+        differing, instead = resized, "set `max_steps`, as an epoch has another number of optimizer steps"
+    data = "rollouts" if trainer.args.rollouts else "train_dataset"
+    labels = {name: name.replace("train_dataset", data) for name in differing}
+    there, here = (", ".join(f"{labels[name]}={each[name]!r:.200}" for name in differing) for each in (wanted, own))
+    if differing and instead:
+        fix = "Use the same data" if any("train_dataset." in name for name in differing) else f"Set {there}"
+        raise ValueError(f"{folder!r} {how}goes on with {there}, but this run has {here}. {fix}, or {instead}.")
+    if differing:
+        said = f"The run goes on with {here} in place of {there}"
+        logger.warning_once(f"{folder!r}: {said}, so it is no longer a single trajectory.")
     return {**state, "position": moved(state["position"], saved, own)}
 
 

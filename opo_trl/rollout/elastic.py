@@ -29,6 +29,12 @@ def moved(micro_steps: int, saved: Cut, own: Cut) -> int:
     return micro_steps * before // now
 
 
+def completions(cut: Cut) -> tuple[int, int]:
+    """Completions per optimizer step and per rollout, over all processes."""
+    per_micro_step = cut["processes"] * cut["per_device_train_batch_size"]
+    return per_micro_step * cut["gradient_accumulation_steps"], per_micro_step * cut["steps_per_generation"]
+
+
 def fitting(saved: Cut, own: Cut) -> dict[str, int]:
     """
     The `gradient_accumulation_steps` and `steps_per_generation` with which the processes and micro-batches of `own`
@@ -36,7 +42,7 @@ def fitting(saved: Cut, own: Cut) -> dict[str, int]:
     """
     found = {name: moved(saved[name], saved, own) for name in CUT[2:]}
     if any(moved(found[name], own, saved) != saved[name] for name in found):
-        step, rollout = (math.prod(saved[name] for name in (*CUT[:2], count)) for count in found)
+        step, rollout = completions(saved)
         said = f"per_device_train_batch_size={own['per_device_train_batch_size']} on {own['processes']} processes"
         said += f" does not divide the checkpoint's {step} completions per optimizer step and {rollout} per rollout"
         raise ValueError(f"{said}. Choose both such that their product divides {math.gcd(step, rollout)}.")

@@ -5,7 +5,8 @@ Which prompt comes next: a function of the seed and of the position in the run.
 offers, so it draws from a [`PromptStream`].
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from ..config import OPOConfig
 
 def check_enough_prompts(available: int, args: OPOConfig) -> None:
     """Check that a dataset fills one rollout: TRL's sampler drops an incomplete one, and would train for no step."""
-    needed = args.generation_batch_size // args.num_generations
+    needed = args.prompts_per_rollout
     if available < needed:
         said = f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations}"
         said += f" needs {needed} prompts for one rollout, but the dataset has {available}"
@@ -24,17 +25,51 @@ def check_enough_prompts(available: int, args: OPOConfig) -> None:
         raise ValueError(f"{said}. Provide {needed}, or lower {fix}.")
 
 
-class EpochSampler(RepeatSampler):
-    """TRL's RepeatSampler, which would begin with the first epoch's order when a run is resumed in a later one."""
+def next_place(place: Mapping[str, int], count: int, n_prompts: float) -> dict[str, int]:
+    """
+    The place after a rollout of `count` prompts: an epoch over `n_prompts`, and how many of it have been taken. At its
+    end, prompts that fill no rollout are left out.
+    """
+    epoch, taken = place["epoch"], place["prompts"]
+    if taken + count > n_prompts:
+        epoch, taken = epoch + 1, 0
+    return {"epoch": epoch, "prompts": taken + count}
 
-    epoch = 0  # of the next iteration
+
+class EpochSampler(RepeatSampler):
+    """TRL's RepeatSampler, which would begin with the first epoch's order wherever a run is resumed."""
+
+    epoch = prompts = unread = 0  # of the next iteration
+
+    def begin(self, epoch: int, prompts: int, *, unread: int) -> None:
+        """
+        Begin the next iteration in an epoch, after some of its prompts. `unread` micro-steps come before that, whose
+        prompts nobody reads.
+        """
+        self.epoch, self.prompts, self.unread = epoch, prompts, unread
 
     def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):  # TRL's order of an epoch depends on the permutations before it
-                torch.randperm(self.num_samples, generator=self.generator)
-        yield from super().__iter__()
+        unread = itertools.repeat(0, self.unread * self.batch_size * self.mini_repeat_count)
+        yield from itertools.islice(itertools.chain(unread, self._samples()), len(self))
+
+    def _samples(self) -> Iterator[int]:
+        """Prompts from the place on, epoch after epoch; of an incomplete rollout none."""
+        first = self.prompts
+        for epoch in itertools.count(self.epoch):
+            order = self._order(epoch)
+            for start in range(first, self.num_samples - self.batch_size + 1, self.batch_size):
+                of_rollout = order[start : start + self.batch_size]
+                of_micro_step = [prompt for prompt in of_rollout for _ in range(self.mini_repeat_count)]
+                yield from of_micro_step * self.repeat_count
+            first = 0
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        self.generator.manual_seed(self.seed)
+        for _ in range(epoch):  # TRL's order of an epoch depends on the permutations before it
+            torch.randperm(self.num_samples, generator=self.generator)
+        return torch.randperm(self.num_samples, generator=self.generator).tolist()
 
 
 class PromptStream:

@@ -3,6 +3,7 @@
 import datetime
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from helpers import (
     PROMPTS,
     Recording,
@@ -25,8 +26,11 @@ from helpers import (
     trained,
     without_times,
 )
-from transformers import TrainerCallback
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl.trainer.utils import RepeatSampler
 
+from opo_trl import OPOConfig
 from opo_trl.rollout.checkpoint import fault, last_complete, resolve
 
 
@@ -146,6 +150,9 @@ def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: P
 
 # Other settings than those that a checkpoint was saved with
 
+DATA = Dataset.from_dict({"prompt": PROMPTS})
+ADAPTER = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+LORA = LoraConfig(**ADAPTER)
 REUSE = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 OTHER = {
     "gradient_accumulation_steps": {"gradient_accumulation_steps": 4},
@@ -162,6 +169,148 @@ def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: st
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
     assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
+
+
+def test_prompts_may_change_only_at_the_end_of_a_rollout(copy: Path, tiny_model: str, caplog):
+    """As many others: their places are those of the former ones."""
+    others = on_data(Dataset.from_dict({"prompt": [f"{prompt} " for prompt in PROMPTS]}))
+    trainer = make_trainer(tiny_model, copy, **{**REUSE, "save_strategy": "no"}, **others)
+    said = r"in the middle of a rollout, and goes on with train_dataset\.checksum=.* Use the same data, or resume"
+    with pytest.raises(ValueError, match=said):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+    assert "The run goes on with train_dataset.checksum=" in caplog.text
+    assert "so it is no longer a single trajectory" in caplog.text
+
+
+def on_data(data: Dataset | IterableDataset) -> dict:
+    return {"trainer_arguments": {"train_dataset": data}}
+
+
+@pytest.mark.parametrize(
+    ("options", "there", "here"),
+    [
+        ({"seed": 7}, "seed=42", "seed=7"),
+        ({"shuffle_dataset": False}, "shuffle_dataset=True", "shuffle_dataset=False"),
+        ({"max_sampling_rounds": 2}, "max_sampling_rounds=1", "max_sampling_rounds=2"),
+        (on_data(DATA.select(range(7))), "train_dataset.rows=8", "train_dataset.rows=7"),
+        (on_data(DATA.to_iterable_dataset()), "train_dataset.rows=8", "train_dataset.rows=None"),
+        (
+            {"optim": "adagrad"},
+            "optim='sgd', optimizer='torch.optim.sgd.SGD'",
+            "optim='adagrad', optimizer='torch.optim.adagrad.Adagrad'",
+        ),
+        ({"weight_decay": 0.1}, "weight_decay=0.0", "weight_decay=0.1"),
+        ({"sync_ref_model": True, "beta": 0.1}, "sync_ref_model=False", "sync_ref_model=True"),
+        ({"trainer_arguments": {"peft_config": LORA}}, "peft_config=None", "peft_config='LoraConfig'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_order_of_the_prompts_and_meaning_of_the_files_never_change(copy, tiny_model, options, there, here):
+    folder = str(copy / "checkpoint-2")  # at the end of a rollout
+    trainer = make_trainer(tiny_model, copy, **{**REUSE, **options})
+    with pytest.raises(ValueError, match="goes on with") as error:
+        trainer.train(resume_from_checkpoint=folder)
+    fix = "Use the same data" if "train_dataset" in there else f"Set {there}"
+    fix += ", or set `model_name_or_path` to it to start from its weights."
+    assert str(error.value) == f"{folder!r} goes on with {there}, but this run has {here}. {fix}"
+
+
+def test_an_adapter_keeps_its_configuration(tiny_model: str, tmp_path: Path):
+    """The same tensors would be loaded, and mean something else."""
+
+    def run(adapter: LoraConfig | None, resume: str | None = None) -> None:
+        options = {"trainer_arguments": {"peft_config": adapter}, "save_strategy": "steps", "save_steps": 1}
+        make_trainer(tiny_model, tmp_path, **options).train(resume_from_checkpoint=resume)
+
+    run(LORA)
+    folder = str(tmp_path / "checkpoint-1")
+    run(LoraConfig(**ADAPTER, lora_dropout=0.1), folder)
+    for changed, named in (
+        (LoraConfig(**{**ADAPTER, "lora_alpha": 32}), r"peft_config\.lora_alpha=8, but .*=32"),
+        (LoraConfig(**{**ADAPTER, "target_modules": ["o_proj"]}), r"target_modules=\['q_proj'\], but .*=\['o_proj'\]"),
+        (None, "peft_config='LoraConfig', but .*=None"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            run(changed, folder)
+
+
+def test_an_optimizer_of_the_same_class_goes_on(tiny_model: str, tmp_path: Path):
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    trained(tiny_model, tmp_path, optim="adamw_torch", **options)
+    make_trainer(tiny_model, tmp_path, optim="adamw_torch_fused", **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    given = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+    other = make_trainer(model, tmp_path, optim="adamw_torch", trainer_arguments=given, **options)
+    with pytest.raises(ValueError, match=r"optimizer='torch\.optim\.adamw\.AdamW', but .*='torch\.optim\.sgd\.SGD'"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+# Other completions per optimizer step or rollout, or passes
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"gradient_accumulation_steps": 1},
+        {"gradient_accumulation_steps": 3},
+        {"per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 2},
+        {"num_iterations": 2},
+    ],
+    ids=str,
+)
+def test_prompts_go_on_where_they_were_with_other_sizes(tiny_model: str, tmp_path: Path, sizes: dict):
+    """Through the end of an epoch, and when the run is resumed again."""
+    data = Dataset.from_dict({"prompt": [f"{number}+1=" for number in range(9)]})
+    places = {prompt: place for place, prompt in enumerate(data["prompt"])}
+
+    def asked(resume: str | None = None, **options) -> tuple[list[list[int]], OPOConfig]:
+        """The prompts of each rollout, and the settings."""
+        rollouts: list[list[int]] = []
+
+        def reward(prompts: list[str], **columns) -> list[float]:
+            rollouts.append([places[prompt] for prompt in dict.fromkeys(prompts)])
+            return even_tokens(**columns)
+
+        arguments = {"train_dataset": data, "rollout_func": None, "reward_funcs": reward}
+        options |= {"save_strategy": "steps", "save_steps": 1, "max_completion_length": 2}
+        trainer = make_trainer(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        assert trainer.state.global_step == options["max_steps"]
+        return rollouts, trainer.args
+
+    one_by_one = RepeatSampler(range(9), mini_repeat_count=1, seed=42)
+    epochs = [list(one_by_one) for _ in range(3)]
+    asked(max_steps=3)  # the first six prompts
+    rest, args = asked(str(tmp_path / "checkpoint-3"), max_steps=9, **sizes)
+    size = args.prompts_per_rollout
+    expected = [
+        epoch[start : start + size]
+        for epoch in (epochs[0][6:], *epochs[1:])
+        for start in range(0, len(epoch) - size + 1, size)
+    ]
+    assert rest == expected[: len(rest)]
+    n_begun = math.ceil(2 / args.optimizer_steps_per_rollout)  # in the steps 4 and 5
+    again, _ = asked(str(tmp_path / "checkpoint-5"), max_steps=9, **sizes)
+    assert again == rest[n_begun:]
+
+
+def test_the_length_of_a_run_with_other_sizes_is_named(copy: Path, tiny_model: str):
+    """An epoch has another number of optimizer steps, and the run would end early or late."""
+    trainer = make_trainer(tiny_model, copy, **{**REUSE, "max_steps": -1}, gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match=r"or set `max_steps`, as an epoch has another number of optimizer steps"):
+        trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
+
+
+def test_a_stream_goes_on_with_the_same_sizes_only(tiny_model: str, tmp_path: Path):
+    options = {**on_data(DATA.to_iterable_dataset()), "save_strategy": "steps", "save_steps": 1}
+    trained(tiny_model, tmp_path, **options)
+    trainer = make_trainer(tiny_model, tmp_path, **options, gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=1, .*`model_name_or_path` to it to start from"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_micro_batches_may_change_inside_a_rollout(copy: Path, tiny_model: str):

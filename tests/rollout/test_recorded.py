@@ -334,6 +334,33 @@ def test_a_new_run_in_a_folder_moves_the_rollouts_of_an_earlier_one(tiny_model, 
 # What is rejected
 
 
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_run_goes_on_with_the_rollouts_that_it_began_with(tiny_model, tmp_path, recorded, caplog, loaded):
+    """Their content decides, whether the run loads the file or gets what is in it."""
+    rows = rows_of(recorded)
+    options = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+
+    def run(resume: int | None = None, **others) -> None:
+        source = written(tmp_path, rows)
+        arguments = {"train_dataset": load_rollouts(source, 4)} if loaded else {}
+        arguments = dict.fromkeys(NOT_NEEDED) | arguments
+        settings = {**STEPS, **options, "rollouts": source, **others}
+        trainer = make_trainer(tiny_model, tmp_path, trainer_arguments=arguments, **settings)
+        trainer.train(resume_from_checkpoint=resume and str(tmp_path / f"checkpoint-{resume}"))
+
+    run(max_staleness=1)
+    rows[5] |= {"logprobs": [logp - 0.1 for logp in rows[5]["logprobs"]]}  # of one completion
+    said = r"goes on with rollouts\.checksum='.*', but .* rollouts\.checksum='.*'\. Use the same data, or "
+    for step, fix in ((3, "resume from a checkpoint at the end of a rollout"), (4, "set `max_staleness` to 0")):
+        with pytest.raises(ValueError, match=said + fix):
+            run(step, max_staleness=1)
+    run(4, max_steps=5)
+    assert "The run goes on with max_staleness=0, rollouts.checksum=" in caplog.text
+    del rows[-4:]
+    with pytest.raises(ValueError, match=r"rollouts\.rows=12, but this run has rollouts\.rows=11\. Use the same data"):
+        run(4, max_steps=5)
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
