@@ -30,6 +30,7 @@ from typing import Any, cast
 # First, because it checks versions: another release may lack names that are imported below.
 from .trl import MULTIMODAL_KEYS, check_replaced, temporarily  # isort: skip
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
@@ -619,8 +620,6 @@ class OPOTrainer(GRPOTrainer):
             steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
             self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
-        if args.num_iterations > 1:
-            self._metrics["train"]["opo/pass"].append(passed + 1)
         buffered: Any = self._buffered_inputs
         return buffered[place]
 
@@ -687,8 +686,6 @@ class OPOTrainer(GRPOTrainer):
         self._check_padding(*_whole(steps[0]))
         planned = []
         for cut in self._planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
-            for micro_batch in cut:
-                micro_batch["opo_valid"] = micro_batch["opo_valid"] & ~micro_batch["opo_filler"]
             planned += spread(cut, len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size)
         return [[]] * (self.args.steps_per_generation - len(planned)) + planned
 
@@ -725,6 +722,10 @@ class OPOTrainer(GRPOTrainer):
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
             self._log_step(self._reports)
             self._reports = []
+        if self.accelerator.sync_gradients and self.num_iterations > 1:
+            calls = np.arange(self._window_start, self._step) % self.args.micro_steps_per_rollout
+            passes = calls // self.args.steps_per_generation + 1
+            self._append("train", "opo/pass", float(passes.mean()))
         return loss
 
     def _prepare_inputs(self, inputs):
@@ -740,9 +741,12 @@ class OPOTrainer(GRPOTrainer):
         )
         losses, report = self._sample_losses(inputs, logps, entropies)
         reports = [report]
-        if "opo_skipped" in inputs:
+        if "opo_filler" in inputs:
             unmoved = "old_per_token_logps" not in inputs
-            reports.append(SampleReport.of_skipped(inputs["opo_skipped"], inputs["opo_mu"].max(), on_policy=unmoved))
+            left_out = partial(SampleReport.of_skipped, mu=inputs["opo_mu"].max(), on_policy=unmoved)
+            reports = [report.with_fillers(inputs["opo_filler"], left_out(inputs["opo_counts"]))]
+            if "opo_skipped" in inputs:
+                reports.append(left_out(inputs["opo_skipped"]))
         loss = losses.sum()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss * len(losses)

@@ -33,7 +33,7 @@ class SampleReport:
     entropy: Tensor  # sum of their entropies in nats
     clipped_low: Tensor  # share of the tokens whose ratio is clipped below
     clipped_high: Tensor  # above
-    computed: Tensor  # 0 for samples that were left out because their gradient is zero
+    computed: Tensor  # 0 for samples that are left out because their gradient is zero, and for fillers
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -57,6 +57,14 @@ class SampleReport:
         zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(counts))
         log_ratio = torch.full_like(counts, 0.0 if on_policy else math.nan, dtype=torch.float32)
         return cls(**{**zeros, "weights": counts, "mu": mu.expand(len(counts)), "log_ratio": log_ratio})
+
+    def with_fillers(self, fillers: Tensor, left_out: "SampleReport") -> "SampleReport":
+        """
+        The same report, but `fillers`, bool `[B]`, are reported as if they had been `left_out`: how many are computed
+        depends on the number of processes and micro-batches. Only the entropy is theirs.
+        """
+        values = {name: torch.where(fillers, getattr(left_out, name), own) for name, own in vars(self).items()}
+        return SampleReport(**{**values, "tokens": self.tokens, "entropy": self.entropy})
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":

@@ -54,7 +54,7 @@ def divide(states: Sequence[Mapping[str, Any]], own: Cut, process: int) -> dict[
     The state of a process, with the cut of `own`, from those of all processes of a checkpoint.
 
     Its `buffer` holds this process's samples of each remaining optimizer step of the pass. Samples that were left out
-    of a step are gone: fillers, which do not count, take their places, as `opo_filler` says.
+    of a step are gone: fillers, which are not trained, take their places ([`~rollout.planner.Planner.micro_batches`]).
     """
     found, saved = dict(states[0]), states[0]["settings"]
     found["pending_loss"] = torch.stack([state["pending_loss"] for state in states]).mean()
@@ -79,11 +79,12 @@ def _own_samples(micro_batches: Sequence[Rows], processes: int, process: int) ->
     """A process's samples of an optimizer step, from the micro-batches of all processes of a checkpoint."""
     names = micro_batches[0].keys() - _OF_MICRO_BATCH
     rows = concatenate([{name: batch[name] for name in names} for batch in micro_batches])
-    counts = torch.cat([batch["opo_skipped"] for batch in micro_batches if "opo_skipped" in batch] or [torch.zeros(0)])
-    computed = len(rows["completion_ids"])
-    rows = take_rows(rows, np.append(np.arange(computed), np.zeros(len(counts), dtype=int)))
-    rows["opo_filler"] = torch.arange(computed + len(counts)) >= computed
-    rows["opo_valid"][computed:] = counts.bool()  # as the log counts them
-    if "importance_sampling_ratio" in rows:
-        rows["importance_sampling_ratio"][computed:] = 1
-    return take_rows(rows, np.arange(process, len(rows["opo_filler"]), processes))  # of computed ones as many each
+    skipped = [batch["opo_skipped"] for batch in micro_batches if "opo_skipped" in batch]
+    counts = torch.cat([rows.get("opo_counts", rows["opo_valid"]), *skipped])
+    fillers = torch.ones_like(counts)
+    n_computed = len(rows["opo_valid"])
+    fillers[:n_computed] = rows.get("opo_filler", False)  # there are none in a run that leaves no sample out
+    rows = take_rows(rows, np.append(np.arange(n_computed), np.zeros(len(counts) - n_computed, dtype=int)))
+    rows |= {"opo_counts": counts, "opo_filler": fillers, "opo_valid": rows["opo_valid"] & ~fillers}
+    trained_first = np.argsort(fillers.numpy(), kind="stable")
+    return take_rows(rows, trained_first[process::processes])  # of those that are trained as many each

@@ -53,8 +53,9 @@ class Planner:
         """
         The micro-batches of each optimizer step of a pass over a rollout; the same number on every process.
 
-        If it plans, samples that need not be computed (`skippable`, bool `[B]` of each step) are left
-        out, and the last micro-batch says of them as `opo_skipped` whether they count.
+        If it plans, samples that need not be computed (`skippable`, bool `[B]` of each step) are left out, unless a
+        micro-batch would be empty: `opo_filler` says which samples fill it. `opo_counts` says which samples count in
+        the log, and `opo_skipped` of the last micro-batch the same of those that were left out.
         """
         if not self.plans:
             samples = np.arange(len(steps[0]["completion_ids"]))  # as many in each step
@@ -140,11 +141,14 @@ class Planner:
         lengths, skippable = own[:, :2], own[:, 2].astype(bool)
         # None may be empty: a process with too few samples computes some that it could have skipped.
         kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_batches)])
+        if "opo_counts" not in rows:  # a checkpoint's samples that were divided have it
+            counts = rows["opo_valid"]
+            if "importance_sampling_ratio" in rows:
+                counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
+            rows = {**rows, "opo_counts": counts}
+        rows = {**rows, "opo_filler": to_device(torch.from_numpy(skippable), rows["opo_counts"].device)}
         found = cut_rows(rows, lengths, kept, n_batches, limits, _prompts(own, balance))
-        counts = rows["opo_valid"]
-        if "importance_sampling_ratio" in rows:
-            counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
-        found[-1]["opo_skipped"] = take_rows({"counts": counts}, skipped)["counts"]  # in the step's metrics
+        found[-1]["opo_skipped"] = take_rows({"counts": rows["opo_counts"]}, skipped)["counts"]
         return found
 
     def _of_all_processes(self, numbers: Tensor) -> np.ndarray:

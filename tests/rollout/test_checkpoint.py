@@ -18,6 +18,7 @@ from helpers import (
     Recording,
     RecordingGRPO,
     RecordingOPO,
+    Script,
     even_tokens,
     logged,
     make_trainer,
@@ -328,6 +329,24 @@ def test_micro_batches_may_change_inside_a_rollout(copy: Path, tiny_model: str):
     said = r"=3 on 1 processes does not divide the checkpoint's 8 completions .* 8 per rollout. .*product divides 8"
     with pytest.raises(ValueError, match=said):
         run(per_device_train_batch_size=3, gradient_accumulation_steps=4)
+
+
+def test_log_does_not_depend_on_micro_batches_after_the_checkpoint(tiny_model: str, tmp_path: Path):
+    """
+    Here, of the second optimizer step, in which no sample has a gradient: one is computed, in place of those that the
+    checkpoint lacks. An entry of the log covers both steps, which have another number of micro-batches.
+    """
+    options = {"num_iterations": 2, "max_steps": 2, "logging_steps": 2, "skip_inert_rows": True, "objective": "grpo"}
+
+    def run(resume: str | None = None, **cut) -> dict:
+        trainer = make_trainer(tiny_model, tmp_path, script=Script([1.0]), **options, **cut)
+        trainer.train(resume_from_checkpoint=resume)
+        return without_times(logged(trainer)[-1])
+
+    whole = run(save_strategy="steps", save_steps=1)
+    moved = run(str(tmp_path / "checkpoint-1"), per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    assert [whole[f"opo/{name}"] for name in ("frac_skipped", "frac_masked", "pass")] == [1, 0, 1.5]
+    assert {**moved, "entropy": whole["entropy"]} == whole
 
 
 def test_random_state_of_other_processes_depends_on_the_seed(copy: Path, tiny_model: str):

@@ -36,8 +36,9 @@ def test_every_process_gets_as_many_samples_of_a_step():
     ids = [[[1, 1, 1, 0, 0], filler], [[2, 2, 2, 0, 0], filler], [[3, 3, 3, 3, 3], filler]]
     assert [step["completion_ids"].tolist() for step in steps] == ids
     assert [step["opo_filler"].tolist() for step in steps] == [[False, True]] * 3
-    # A filler counts in the log, unless it is computed, as the sample that it replaces.
-    assert [step["opo_valid"].tolist() for step in steps] == [[True, True], [True, False], [True, True]]
+    # A filler is not trained, and counts in the log as the sample that it replaces.
+    assert [step["opo_valid"].tolist() for step in steps] == [[True, False]] * 3
+    assert [step["opo_counts"].tolist() for step in steps] == [[True, True], [True, False], [True, True]]
     assert [step["importance_sampling_ratio"].tolist() for step in steps] == [[[0], [1]]] * 3
     assert all("opo_shape" not in step for step in steps)
 
