@@ -80,7 +80,7 @@ def score(completion: str, solution: str) -> float | None:
     The answer is the content of the completion's last complete box; the gold answer, that of the solution's, or the
     text after the last `####`, as in GSM8K, or all of the solution. Returns 1.0 if the answer is correct; 0.0 if it is
     wrong, cannot be parsed or compared in time, or is not in a box; `None` if the pair cannot be scored, because the
-    gold answer is empty, or is neither words nor can be parsed, and differs as a string.
+    gold answer is empty, a sentence or characters that cannot be read, no box can hold it, or it takes too long.
     """
     gold = (final_answer(solution) or "") if find_boxes(solution) else solution.rpartition(MARK)[2]
     gold_option, gold = notation.split_option(notation.simplify_notation(gold))
@@ -100,8 +100,12 @@ def score(completion: str, solution: str) -> float | None:
         return float(gold_words == answer_words)
     gold_value, answer_value = notation.without_thousands(gold_value), notation.without_thousands(answer_value)
     parsed_gold = _parse(gold_value)
-    if not parsed_gold:
-        return 0.0 if gold_words else None
+    if gold_words and not parsed_gold:
+        return 0.0
+    if not parsed_gold:  # such as `x \equiv 3 \pmod 7`
+        is_text = parsed_gold is not None and notation.is_text(gold)
+        can_be_boxed = notation.same_string(gold, final_answer(f"\\boxed{{{gold}}}") or "")
+        return float(notation.same_text(gold, answer)) if is_text and can_be_boxed else None
     if (
         not fits
         or notation.is_unevaluated(gold_value, answer_value)
@@ -119,8 +123,9 @@ def _is_set_for_tuple(gold: str, answer: str) -> bool:
     return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
 
 
-def _parse(latex: str) -> list[Any]:
-    return (_or_none(PARSING_LIMIT, _read, latex) or []) if latex else []
+def _parse(latex: str) -> list[Any] | None:
+    """What the parser reads, which may be nothing; `None` if it fails or takes too long."""
+    return _or_none(PARSING_LIMIT, _read, latex) if latex else []
 
 
 def _read(latex: str) -> list[Any]:

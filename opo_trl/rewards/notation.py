@@ -88,6 +88,23 @@ _KEY_REWRITES = [
     )
 ]
 
+# Differences that remain between equal texts which are no mathematics to the parser: braces around one sign or number,
+# names of the same sign, and how "mod 7" is written.
+_SAME_SIGNS = {"neq": "ne", "leq": "le", "geq": "ge", "rightarrow": "to", "implies": "Rightarrow", "wedge": "land"}
+_TEXT_REWRITES: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:text|operatorname)\s*\{([^{}]*)\}", r"\1"),
+        (r"\\[pb]?mod(?![A-Za-z])", " mod "),
+        (r"\{\s*(\d+|\\[A-Za-z]+|[^\s{}\\])\s*\}", r" \1 "),
+        (r"\(\s*(mod\s[^()]*)\)", r"\1"),
+        (rf"\\({'|'.join(_SAME_SIGNS)})(?![A-Za-z])", lambda sign: rf"\{_SAME_SIGNS[sign[1]]}"),
+        ("≡", r"\\equiv "),
+    )
+]
+
+_TWO_WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")  # neither of them a command
+
 # A number with thousands separators; or, to leave them as they are, brackets with all that is between them.
 _THOUSANDS = re.compile(
     r"[(\[].*[)\]]|\\\{.*\\\}|\\begin\{.*\\end\{|(?<![\d.,^])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)", re.DOTALL
@@ -211,6 +228,22 @@ def without_thousands(latex: str) -> str:
 def same_string(gold: str, answer: str) -> bool:
     """Whether two simplified answers are equal as strings, and not empty."""
     return bool(_key(gold)) and _key(gold) == _key(answer)
+
+
+def is_text(latex: str) -> bool:
+    r"""
+    Whether an answer that cannot be parsed is a formula, such as `x \equiv 3 \pmod 7`, or a name: no sentence,
+    such as a solution without a box, and no `½`, which answers write in another way.
+    """
+    is_sentence = _TWO_WORDS.search(re.sub(r"\\text\{[^{}]*\}", "", latex))
+    return not is_sentence and (latex.isascii() or latex.isalpha())
+
+
+def same_text(gold: str, answer: str) -> bool:
+    r"""Whether two simplified answers that cannot be parsed are equal: `\pmod{7}`, `\bmod 7` and `(mod 7)` are one."""
+    for pattern, replacement in _TEXT_REWRITES:
+        gold, answer = pattern.sub(replacement, gold), pattern.sub(replacement, answer)
+    return same_string(gold, answer)
 
 
 def _key(latex: str) -> str:

@@ -302,6 +302,22 @@ x < 2 \text{ or } x > 5 ~ x < 2 \text{ or } x > 6 ~ x < 2 \text{ and } x > 5
 x \ne 1, x \ne 2 ~ x \ne 1, x \ne 3 ~~ x \ge 0, x < 5 ~ x \ge 1, x < 7 ~~ \mathbb{R} ~ x \ge 1, x < 7
 """,
     ),
+    "text to the parser": (
+        r"""
+x \equiv 3 \pmod 7 ~ x \equiv 3 \pmod 7 ~ x \equiv 3 \pmod{7} ~ x\equiv3\bmod{7} ~ x \equiv 3 \ (\text{mod}\ 7)
+x \equiv 3 \pmod 7 ~ x \equiv 3 (mod 7) ~ $x \equiv 3 \mod 7$. ~ x ≡ 3 (mod 7) ~ x \equiv 3\,(\bmod\,7)
+x \equiv 3 \pmod{13} ~ x \equiv 3 \pmod 13 ~~ A^* ~ A^{*} ~~ x \to \infty ~ x \rightarrow \infty
+n \mid m \text{ if and only if } m = n ~ n\mid m\text{ if and only if }m=n
+p \land q ~ p \wedge q ~~ \mathbb{Z}_5 ~ \mathbb Z_{5} ~~ \frac{1}{23} \mid n ~ \frac1{23} \mid n
+\{ x \in \mathbb{R} : x \neq 2 \} ~ \{x\in\mathbb{R}:x\ne2\} ~~ 日本 ~ \text{日本}
+""",
+        r"""
+x \equiv 3 \pmod 7 ~ x \equiv 4 \pmod 7 ~ x \equiv 3 \pmod{8} ~ x \equiv 3 \pmod{77} ~ x \equiv 3 ~ 3 ~ x
+x \equiv 3 \pmod{13} ~ x \equiv 31 \pmod 3 ~ x \equiv 3 \pmod 1 ~~ A^* ~ A ~ B^* ~ 3 ~~ x \to \infty ~ \infty
+p \land q ~ p \lor q ~ q \land p ~~ \mathbb{Z}_5 ~ \mathbb{Z}_6 ~ 5 ~~ \frac{1}{23} \mid n ~ \frac{12}{3} \mid n
+\{ x \in \mathbb{R} : x \neq 2 \} ~ \{ x \in \mathbb{R} : x = 2 \} ~ 2 ~~ 日本 ~ 東京
+""",
+    ),
     "hedging": (
         r"""
 5 ~ 5

@@ -73,7 +73,17 @@ class TestScore:
         assert score(box("1234"), "1,000 + 234 = 1,234\n#### 1,234") == 1.0
         assert score(box("234"), "1,000 + 234 = 1,234\n#### 1,234") == 0.0
 
-    @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301, "A^*"])
+    @pytest.mark.parametrize("completion", ["no box", r"\boxed{}", box("3"), box(r"\frac{")])
+    def test_a_gold_answer_that_is_text_to_the_parser_leaves_nothing_unscored(self, completion: str):
+        for gold in (r"x \equiv 3 \pmod 7", "A^*", "a -> b", r"1, 2, \ldots, 10"):
+            assert score(completion, gold) == 0.0
+            assert score(box(gold), gold) == 1.0
+
+    @pytest.mark.parametrize("gold", ["First compute 6*7. 42", "½", r"The sum is $x \equiv 3 \pmod 7$.", "答案是5"])
+    def test_a_sentence_or_characters_that_cannot_be_read_are_no_gold_answer(self, gold: str):
+        assert [score(box(answer), gold) for answer in ("42", gold)] == [None, 1.0]
+
+    @pytest.mark.parametrize("gold", ["", "  ", r"\boxed{}", r"So \boxed{", r"\frac{", r"\text{}", "5" * 301, "A^*}"])
     @pytest.mark.parametrize("completion", [box("3"), r"\boxed{}", "no box"])
     def test_without_a_gold_answer_the_score_is_none(self, gold: str, completion: str):
         assert score(completion, gold) is None
