@@ -220,7 +220,8 @@ class Bench:
         """Train from the base model, and measure; the line of a run."""
         self.record(run.seed)
         began = time.perf_counter()
-        groups = read_lines(self.output / f"recorded-{run.seed}.jsonl")[: self.size.prompts[run.regime]]
+        groups = read_lines(self.output / f"recorded-{run.seed}.jsonl", bounded=False)
+        groups = groups[: self.size.prompts[run.regime]]
         self.model.load_state_dict(self.base)
         steps = sum(1 for _ in self.steps(run, groups))
         trained = time.perf_counter()
