@@ -10,7 +10,18 @@ from trl import GRPOConfig
 
 from . import trl  # noqa: F401  checks versions
 from .checks.secrets import Masked
-from .fields import COUNT, COUNT_OR_ZERO, FRACTION, PART, POSITIVE, check_fields, default, require, setting
+from .fields import (
+    COUNT,
+    COUNT_OR_ZERO,
+    FRACTION,
+    NONE_OR_ONE,
+    PART,
+    POSITIVE,
+    check_fields,
+    default,
+    require,
+    setting,
+)
 from .objective import DriveScaling, Objective, Positivity, RatioForm, Reduction
 from .objectives import NEAREST, OBJECTIVES, Push, objective_named
 
@@ -142,9 +153,10 @@ _CONTENT = """
     trainer dataset_name dataset_config dataset_train_split dataset_test_split dataset_settings columns levels fraction
     subset_seed shuffle_dataset disable_dropout test_fraction prompt_style instruction max_prompt_length tools
     environment_factory rollouts rollouts_model chat_template_kwargs num_generations max_completion_length
-    max_tool_calling_iterations max_sampling_rounds max_staleness temperature top_p top_k min_p repetition_penalty
-    generation_kwargs vllm_structured_outputs_regex reward_funcs reward_model_name_or_path reward_weights
-    overlong_cache scale_rewards multi_objective_aggregation importance_sampling_level epsilon epsilon_high delta
+    max_tool_calling_iterations max_sampling_rounds max_staleness prefetch_rollouts temperature top_p top_k min_p
+    repetition_penalty generation_kwargs vllm_structured_outputs_regex reward_funcs reward_model_name_or_path
+    reward_weights overlong_cache scale_rewards multi_objective_aggregation importance_sampling_level
+    epsilon epsilon_high delta
     sapo_temperature_neg sapo_temperature_pos vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos beta
     use_bias_correction_kl sync_ref_model ref_model_sync_steps ref_model_mixup_alpha entropy_coef top_entropy_quantile
     off_policy_mask_threshold mask_truncated_completions router_aux_loss_coef vllm_importance_sampling_correction
@@ -172,6 +184,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     )
     max_staleness: Annotated[int, COUNT_OR_ZERO] = setting(
         0, "Earlier rollouts from which passes after the first draw groups, too: [`~rollout.replay`]."
+    )
+    prefetch_rollouts: Annotated[int, NONE_OR_ONE] = setting(
+        0, "Rollouts that a vLLM server generates while the policy trains, 0 or 1: completions are one rollout old."
     )
     rollouts: str | None = setting(
         None, "Recorded rollouts to train on, in place of `train_dataset`: [`~data.rollouts.load_rollouts`]."
@@ -228,6 +243,15 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         if self.rollouts and (self.max_sampling_rounds > 1 or self.remove_unused_columns or self.use_vllm):
             others = "`use_vllm`, `max_sampling_rounds` above 1, or `remove_unused_columns`. Remove these"
             raise ValueError(f"rollouts={self.rollouts!r} cannot be combined with {others}.")
+        if self.prefetch_rollouts:
+            has_server = self.use_vllm and self.vllm_mode == "server"
+            wanted = "0, or generate with `use_vllm` and `vllm_mode: server`"
+            require(has_server, "prefetch_rollouts", self.prefetch_rollouts, wanted)
+            more = self.max_sampling_rounds > 1 or self.rollouts is not None
+            wanted = "0: prompts of `max_sampling_rounds` above 1, and `rollouts`, are not known in advance"
+            require(not more, "prefetch_rollouts", self.prefetch_rollouts, wanted)
+            # The log-ratio is to the policy that the server has sampled from, which leaves nothing to correct.
+            self.vllm_importance_sampling_correction = False
         wanted = f"None: optim={self.optim.value!r} takes a step in every backward pass"
         is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)
         require(not is_cut, "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, wanted)
@@ -281,7 +305,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     @property
     def is_on_policy(self) -> bool:
         """Whether every rollout is generated for a single optimizer step, so that the log-ratio is always 0."""
-        return self.rollouts is None and self.is_aligned
+        return self.rollouts is None and not self.prefetch_rollouts and self.is_aligned
 
     @property
     def is_aligned(self) -> bool:

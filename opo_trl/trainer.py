@@ -33,7 +33,7 @@ from .trl import MULTIMODAL_KEYS, check_replaced, temporarily  # isort: skip
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_callback import DefaultFlowCallback
@@ -58,6 +58,7 @@ from .rollout.dynamic_sampling import DynamicSampling
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
+from .rollout.prefetch import Prefetch
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts, next_place
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import (
@@ -150,6 +151,7 @@ class OPOTrainer(GRPOTrainer):
     )
 
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
+    _prefetch: Prefetch | None = None  # of the main process, with `prefetch_rollouts`
     _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
     _evaluated: list[Tensor]  # rewards of each batch of an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
@@ -198,16 +200,46 @@ class OPOTrainer(GRPOTrainer):
         if args.use_vllm:
             engine: Any = self.vllm_generation
             engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
+            if args.prefetch_rollouts:
+                self._prefetch_rollouts(options)
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
                 from .rollout.vllm_server import watched  # only such runs need it
 
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
 
+    def _prefetch_rollouts(self, options: Mapping[str, Any]) -> None:
+        """Have the main process ask the vLLM server for the next rollout while the policy trains on this one."""
+        columns = {*(getattr(self.train_dataset, "column_names", None) or ())}
+        unknown = [name for name in ("rollout_func", "tools", "environment_factory") if options.get(name)]
+        unknown += sorted({"image", "images"} & columns)
+        if unknown or not has_length(self.train_dataset):
+            what = unknown[0] if unknown else "a stream of data"
+            raise ValueError(f"prefetch_rollouts=1 cannot ask for completions in advance with {what}. Set it to 0.")
+        if not self.accelerator.is_main_process:
+            return
+        engine: Any = self.vllm_generation
+        mode = engine.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+        if mode != "processed_logprobs":
+            fix = "Restart it with `--logprobs-mode processed_logprobs`"
+            raise ValueError(f"prefetch_rollouts=1: the vLLM server has --logprobs-mode {mode}. {fix}.")
+        prefetch = Prefetch(engine.vllm_client.generate, self._prompts_of_next_rollout, lambda: self.state.global_step)
+        engine.vllm_client.generate = prefetch.generate
+        sync_weights = engine.sync_weights
+
+        def sync_when_idle() -> None:
+            prefetch.wait()
+            sync_weights()
+
+        engine.sync_weights = sync_when_idle
+        self._prefetch = prefetch
+
     def _begin(self) -> None:
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
         args, accelerator = self.args, self.accelerator
         self._step, self._buffered_inputs = 0, None
+        if self._prefetch is not None:
+            self._prefetch.drop()
         self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
         index = accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=index)
@@ -326,6 +358,18 @@ class OPOTrainer(GRPOTrainer):
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
+    def _prompts_of_next_rollout(self) -> list[list[int]] | None:
+        """Tokens of the next rollout's prompts, of all processes; `None` in an evaluation, and in the last rollout."""
+        args = self.args
+        generated = self.completions_generated + args.generation_batch_size  # after this rollout
+        spent = args.max_completions is not None and generated >= args.max_completions
+        steps = self.state.global_step + args.micro_steps_per_rollout // args.gradient_accumulation_steps
+        if self._mode == "eval" or spent or steps >= self.state.max_steps:
+            return None
+        dataset, sampler = cast(Dataset, self.train_dataset), cast(EpochSampler, self._sampler)
+        prompts = [dataset[index]["prompt"] for index in sampler.prompts_after(self._place)]
+        return self._tokenize_prompts(prompts)[0]
+
     # 2. A rollout
 
     def _generate(self, prompts: list):
@@ -410,6 +454,8 @@ class OPOTrainer(GRPOTrainer):
         self._skips_pass = False
         if self._replays_recorded:
             rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
+        elif self.args.prefetch_rollouts and self._mode == "train":
+            rollout["old_per_token_logps"] = rollout.pop("sampling_per_token_logps")
         rollout["rewards_per_func"] = rewards[own]
         if self._mode == "train":
             self.completions_generated += len(rewards)
@@ -520,7 +566,8 @@ class OPOTrainer(GRPOTrainer):
         logps, entropies = rollout.pop("opo_logps", None), None
         self._anchor_is_own = "old_per_token_logps" not in rollout
         is_own = torch.full_like(rollout["advantages"], self._anchor_is_own, dtype=torch.bool)
-        if self._replays_recorded and not self._skipped.moved_at:
+        sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
+        if sampled_elsewhere and not self._skipped.moved_at:
             is_own = self._recognize_own(rollout)
         logps = rollout.get("old_per_token_logps", logps)
         anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
@@ -534,7 +581,7 @@ class OPOTrainer(GRPOTrainer):
         rollout.update(self._targets(rollout, logps))
         rollout["opo_own"] = is_own  # whether the policy itself has sampled the completion
         # The optimizer step at which the policy is the behaviour policy; that of recorded completions is older.
-        rollout["opo_step"] = self.state.global_step - (~is_own & self._replays_recorded).float()
+        rollout["opo_step"] = self._sampled_at() - (~is_own & self._replays_recorded).float()
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
@@ -557,6 +604,15 @@ class OPOTrainer(GRPOTrainer):
             del rollout["old_per_token_logps"]
             self._anchor_is_own = True
         return is_own
+
+    def _sampled_at(self) -> int:
+        """Number of optimizer steps before the rollout was sampled; with `prefetch_rollouts`, earlier than now."""
+        if not self.args.prefetch_rollouts or self._mode == "eval":
+            return self.state.global_step
+        asked_at = None if self._prefetch is None else self._prefetch.asked_at
+        asked_at = broadcast_object_list([asked_at])[0]
+        self._metrics["train"]["opo/age"].append(self.state.global_step - asked_at)
+        return asked_at
 
     def _targets(self, rollout: Mapping[str, Any], logps: Tensor | None) -> dict[str, Tensor]:
         """Compute the target of the complete rollout; returns what this process's samples need for the loss."""
@@ -805,7 +861,7 @@ class OPOTrainer(GRPOTrainer):
             weights=torch.where(inputs["opo_valid"], weights, 0.0),
             sampler_ratios=inputs.get("importance_sampling_ratio"),
             age=self.state.global_step - inputs["opo_step"],
-            reused=self.num_iterations > 1 or self.args.rollouts is not None,
+            reused=self.num_iterations > 1 or self.args.rollouts is not None or bool(self.args.prefetch_rollouts),
             # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
             steering=inputs.get("opo_steering"),
         )

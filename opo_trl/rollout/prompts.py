@@ -71,6 +71,11 @@ class EpochSampler(RepeatSampler):
             torch.randperm(self.num_samples, generator=self.generator)
         return torch.randperm(self.num_samples, generator=self.generator).tolist()
 
+    def prompts_after(self, place: Mapping[str, int]) -> list[int]:
+        """Indices of the prompts of the rollout that comes after a place ([`next_place`])."""
+        end = next_place(place, self.batch_size, self.num_samples)
+        return self._order(end["epoch"])[end["prompts"] - self.batch_size : end["prompts"]]
+
 
 class PromptStream:
     """Endless sequence of prompts, epoch after epoch. Each has every prompt once, however many a rollout takes."""

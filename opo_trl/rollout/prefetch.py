@@ -1,0 +1,77 @@
+"""
+Overlap of generation and training (`prefetch_rollouts`): while the policy trains on a rollout, the vLLM server already
+generates the next one.
+
+The order of prompts is a function of seed and epoch, so the main process knows what TRL will ask for next. Completions
+are then written by the policy from before the current rollout's updates, and a step takes as long as the slower of
+generation and training instead of both.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any
+
+from accelerate.logging import get_logger
+
+
+logger = get_logger(__name__)
+
+
+class Prefetch:
+    """
+    The `generate` of TRL's vLLM client, which after each request makes the next one in a thread.
+
+    `next_prompts` returns the tokens of the next rollout's prompts, or `None` if there is none to ask for; `step` the
+    number of optimizer steps so far. `asked_at` is that number when the latest completions were asked for: the age of
+    the policy that has written them.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[..., dict[str, Any]],
+        next_prompts: Callable[[], list[list[int]] | None],
+        step: Callable[[], int],
+    ):
+        self._generate, self._next_prompts, self._step = generate, next_prompts, step
+        self._answer: Future[dict[str, Any]] | None = None
+        self._request: dict[str, Any] = {}
+        self._next_asked_at = 0
+        self.asked_at = 0
+
+    def generate(self, **request: Any) -> dict[str, Any]:
+        """Answer a request, from what was asked for in advance if it is the same, and ask for the next rollout."""
+        self.wait()  # a server of TRL's would mix up the answers of two requests at a time
+        if self._answer is not None and request == self._request:
+            answer, self.asked_at = self._answer.result(), self._next_asked_at
+            self._answer = None
+        else:
+            answer, self.asked_at = self._generate(**request), self._step()
+        prompts = self._next_prompts()
+        if prompts is not None:
+            if self._answer is not None:
+                logger.warning("Completions of other prompts than the next ones were generated in advance: dropped.")
+            self._ask({**request, "prompts": prompts})
+        return answer
+
+    def wait(self) -> None:
+        """Wait until no completion is being written, so that new weights do not change the policy inside one."""
+        if self._answer is not None:
+            wait([self._answer])
+
+    def drop(self) -> None:
+        """Forget what was asked for in advance."""
+        self.wait()
+        self._answer = None
+
+    def _ask(self, request: dict[str, Any]) -> None:
+        answer: Future[dict[str, Any]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._generate(**request))
+            except BaseException as error:  # `generate` raises it in the main thread
+                answer.set_exception(error)
+
+        self._request, self._answer, self._next_asked_at = request, answer, self._step()
+        threading.Thread(target=ask, daemon=True).start()  # not waited for when the run ends
