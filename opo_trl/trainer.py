@@ -69,6 +69,7 @@ from .rollout.rows import (
     rows_of_steps,
 )
 from .rollout.scored import count_failures, recorded_rewards
+from .rollout.signals import saving_on_interrupt
 from .rollout.skipped_steps import SkippedSteps
 
 
@@ -292,6 +293,7 @@ class OPOTrainer(GRPOTrainer):
         Raises:
             `ValueError`: the checkpoint is not complete, or of a run with other settings; or no weight would be
                 trained.
+            `KeyboardInterrupt`: Ctrl-C, when a checkpoint has been saved after the optimizer step.
         """
         check_trainable(self.model, self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
@@ -306,7 +308,8 @@ class OPOTrainer(GRPOTrainer):
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
             del self.plan  # another call may have other arguments
-        return super().train(found, *args, **kwargs)
+        with saving_on_interrupt(self):
+            return super().train(found, *args, **kwargs)
 
     @cached_property
     def _optimizer_class(self) -> type:

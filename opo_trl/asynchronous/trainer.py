@@ -37,6 +37,7 @@ from ..objective import OPO, Objective, Samples
 from ..objectives import objective_named
 from ..rollout import checkpoint
 from ..rollout.frozen_base import FrozenBase
+from ..rollout.signals import saving_on_interrupt
 from ..rollout.skipped_steps import SkippedSteps
 from ..trainer import OPOTrainer
 from ..trl import check_replaced, temporarily
@@ -166,7 +167,8 @@ class AsyncOPOTrainer(AsyncGRPOTrainer):
         check_trainable(self.model, self.optimizer)
         folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         self._skip(())
-        return super().train(folder, *args, **kwargs)
+        with saving_on_interrupt(self):
+            return super().train(folder, *args, **kwargs)
 
     def _skip(self, trained: Collection[int]) -> None:
         """

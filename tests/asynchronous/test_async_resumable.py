@@ -1,6 +1,7 @@
 """Checkpoints of asynchronous training: prompts are trained once, whatever is killed."""
 
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import TrainerCallback
 
 from opo_trl import AsyncOPOTrainer
 from opo_trl.asynchronous.trainer import TRAINED
+from opo_trl.rollout.checkpoint import last_complete
 
 
 PROMPTS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+1="}], "place": i} for i in range(16)])
@@ -96,6 +98,19 @@ def test_weights_are_sent_after_the_last_pass_however_a_run_is_resumed(tiny_mode
         trainer.train(resume_from_checkpoint="auto")
         passes = [entry["opo/pass"] for entry in trainer.state.log_history if "opo/pass" in entry]
     assert passes == [1, 2, 1, 2, 1, 2]
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(tiny_model, tmp_path):
+    def interrupting(place, **columns):
+        if 7 in place:
+            os.kill(os.getpid(), signal.SIGINT)
+        return lengths(place=place, **columns)
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tiny_model, tmp_path, interrupting, save_steps=1000).train()
+    assert 0 < int(Path(last_complete(str(tmp_path))).name.removeprefix("checkpoint-")) < STEPS
+    train_or_resume(tiny_model, tmp_path)
+    check_each_prompt_once(tmp_path)
 
 
 def test_killed_runs_train_each_prompt_once(tiny_model, tmp_path):

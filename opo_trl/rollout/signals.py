@@ -1,0 +1,92 @@
+"""
+Ctrl-C while a trainer trains: it finishes the current optimizer step, saves a checkpoint and ends.
+
+It cannot stop within an optimizer step: a checkpoint holds no gradients.
+"""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from .checkpoint import last_complete
+
+
+def saving_on_interrupt(trainer: Any) -> AbstractContextManager:
+    """[`SaveOnInterrupt`], unless such a context is active already."""
+    active = any(isinstance(callback, SaveOnInterrupt) for callback in trainer.callback_handler.callbacks)
+    return nullcontext() if active else SaveOnInterrupt(trainer)
+
+
+class SaveOnInterrupt(TrainerCallback):
+    """
+    Within this context, Ctrl-C ends training after the current optimizer step, with a checkpoint; another one ends it
+    at once. `train` runs in it, and a handler of your own stays.
+
+    Whichever process receives the signal, all of them stop after the same step: they agree once per optimizer step.
+
+    Raises:
+        `KeyboardInterrupt`: from `trainer.train`, when the checkpoint is written.
+    """
+
+    way_out, way_back = "Another Ctrl-C", 'trainer.train(resume_from_checkpoint="last")'
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self._received, self._agreed = 0, 0  # number of the signal: in this process, in any process
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._receive) for number in self._handled()}
+        self.trainer.add_callback(self)
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        self.trainer.remove_callback(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._received and error is None:  # it came after the last step
+            signal.raise_signal(self._received)
+
+    def _handled(self) -> Sequence[int]:
+        """The signals to handle: of Python's defaults, and where Python allows it."""
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        return [signal.SIGINT] if is_default and threading.current_thread() is threading.main_thread() else []
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received:
+            self._receive_again(number, frame)
+            return
+        self._received, self._received_at = number, time.monotonic()
+        if self.trainer.args.local_process_index == 0:
+            said = f"the run saves a checkpoint after this optimizer step and ends. {self.way_out} ends it now."
+            os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())  # the signal may interrupt a `print`
+
+    def _receive_again(self, number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - self._received_at > 1:  # a launcher passes on what the terminal has sent to all
+            signal.default_int_handler(number, frame)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        accelerator, self._agreed = self.trainer.accelerator, self._received
+        if accelerator.num_processes > 1:
+            received = torch.tensor(self._received, device=accelerator.device)
+            self._agreed = int(accelerator.reduce(received, reduction="max"))
+        control.should_save = control.should_save or self._agreed > 0
+
+    def on_save(self, args, state, control, **kwargs):
+        if self._agreed:
+            # If a process exited while the first one is still writing, the launcher would end them all.
+            self.trainer.accelerator.wait_for_everyone()
+            name, last = signal.Signals(self._agreed).name, last_complete(args.output_dir)
+            said = f"Ended by {name} after optimizer step {state.global_step}. The last complete checkpoint is {last}"
+            self.trainer.accelerator.print(f"{said}: resume with `{self.way_back}`.", flush=True)
+            self._end()
+
+    def _end(self) -> None:
+        raise KeyboardInterrupt
