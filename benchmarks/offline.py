@@ -85,7 +85,6 @@ from transformers.trainer_callback import PrinterCallback
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.asynchronous.in_process import sample
 from opo_trl.data import arithmetic, few_shot, gym
 from opo_trl.data.arithmetic import EMBEDDED_MODELS
 from opo_trl.objective import OPO
@@ -96,6 +95,7 @@ from .objectives.grid import CELLS
 from .objectives.published import TOPR
 from .objectives.report import shown
 from .pages import table
+from .sampling import sample, up_to_end
 from .staged import Stages, holm, read, run_missing
 from .stale import BATCH, GROUP, LEVEL, MAX_TOKENS, TEST_PROBLEMS, common_fields
 
@@ -175,10 +175,10 @@ class Task:
                 )
             sampled += zip(tokens.tolist(), logps.tolist(), strict=True)
         rows = []
-        for problem, (ids, row) in zip(problems, sampled, strict=True):
-            n = ids.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in ids else len(ids)
-            text = tokenizer.decode(ids[:n], skip_special_tokens=True)
-            known = {"completion_ids": ids[:n], "logprobs": row[:n], "temperature": temperature}
+        for problem, (sampled_ids, row) in zip(problems, sampled, strict=True):
+            ids = up_to_end(sampled_ids, tokenizer.eos_token_id)
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            known = {"completion_ids": ids, "logprobs": row[: len(ids)], "temperature": temperature}
             rows.append({"prompt": problem["problem"], "completion": text, **known})
         rewards = self.rewards([row["completion"] for row in rows], problems)
         return [{**row, "reward": reward} for row, reward in zip(rows, rewards, strict=True)]

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opo_trl.asynchronous import in_process
 from opo_trl.rollout import shared_prompts
 
-from . import offline
+from . import offline, sampling
 
 
 def apply() -> None:
@@ -62,7 +61,7 @@ def _shared(
 
 @torch.no_grad()
 def sample(model: Any, prompts: list[list[int]], **options: Any) -> tuple[Tensor, Tensor]:
-    """As `in_process.sample`."""
+    """As `sampling.sample`."""
     common = _common(prompts)
     first = torch.tensor([prompts[0][:common]])
     beginning = model(input_ids=first, use_cache=True, logits_to_keep=1).past_key_values
@@ -76,4 +75,4 @@ def sample(model: Any, prompts: list[list[int]], **options: Any) -> tuple[Tensor
             **inputs,
         )
 
-    return in_process.sample(rest, [prompt[common:] for prompt in prompts], **options)
+    return sampling.sample(rest, [prompt[common:] for prompt in prompts], **options)

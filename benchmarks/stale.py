@@ -1,16 +1,21 @@
 """Runs on the embedded arithmetic task with completions of a given age: training and measuring, in this process."""
 
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from opo_trl.asynchronous.attention import in_pytorch
-from opo_trl.asynchronous.in_process import InProcessWorker, sample
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import arithmetic_reward, base_model_path, make_problems
+
+from .sampling import sample, up_to_end
 
 
 LEVEL, TEST_PROBLEMS, MAX_TOKENS, BATCH, GROUP = "Level 3", 500, 40, 48, 6
@@ -38,13 +43,55 @@ def common_fields(folder: str | Path, learning_rate: float, seed: int, *, max_st
     }
 
 
-def make_trainer(kind: Any, args: Any, staleness: int) -> Any:
-    """An asynchronous trainer whose completions are written in this process, by a policy some versions old."""
-    model, tokenizer, data = base_model_path(), make_tokenizer(), training_problems(args.seed)
-    worker = InProcessWorker(model, args, data, arithmetic_rewards, tokenizer, staleness=staleness)
-    named = {"processing_class": tokenizer, "rollout_worker": worker, "weight_transfer": worker}
-    with in_pytorch(torch.device("cpu")):
-        return kind(model, args=args, train_dataset=data, **named)
+class StaleTrainer(OPOTrainer):
+    """
+    Trains on completions that the policy wrote `age` rollouts ago, or before the first step as long as there were
+    fewer. They are sampled with a generator of their own, from a copy of the model with the weights that it had.
+    """
+
+    def __init__(self, args: OPOConfig, *, age: int):
+        super().__init__(
+            base_model_path(),
+            arithmetic_rewards,
+            args=args,
+            train_dataset=training_problems(args.seed),
+            processing_class=make_tokenizer(),
+            rollout_func=self._write,
+        )
+        self._writer = _base_model()
+        self._generator = torch.Generator().manual_seed(args.seed)
+        self._weights: deque[dict[str, Tensor]] = deque(maxlen=age + 1)  # at the latest rollouts, the oldest first
+        self._written_logps: list[Tensor] = []  # of each completion of the current rollout
+
+    def _write(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """TRL's `rollout_func`."""
+        self._weights.append({name: weight.clone() for name, weight in self.model.state_dict().items()})
+        self._writer.load_state_dict(self._weights[0])
+        tokenizer = self.processing_class
+        prompt_ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+        tokens, logps = sample(
+            self._writer,
+            prompt_ids,
+            max_tokens=self.args.max_completion_length,
+            temperature=self.args.temperature,
+            eos=torch.tensor([tokenizer.eos_token_id]),
+            generator=self._generator,
+        )
+        completion_ids = [up_to_end(ids, tokenizer.eos_token_id) for ids in tokens.tolist()]
+        self._written_logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
+        logprobs = [row.tolist() for row in self._written_logps]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        rollout = super()._generate_and_score_completions(inputs)
+        rollout["old_per_token_logps"] = pad_sequence(self._written_logps, batch_first=True)
+        age_in_steps = (len(self._weights) - 1) * self.args.num_iterations
+        rollout["age"] = torch.full_like(rollout["advantages"], age_in_steps)
+        return rollout
+
+    def _samples(self, inputs: Mapping[str, Any], logps: Tensor) -> Any:
+        samples = super()._samples(inputs, logps)
+        return replace(samples, age=samples.age + inputs["age"], reused=True)
 
 
 def make_tokenizer() -> Any:
@@ -71,7 +118,7 @@ def arithmetic_rewards(completions: list, solution: list[str], **_: Any) -> list
 
 def accuracies(model: Any, tokenizer: Any, *, for_tuning: bool = False, draws: int = 7) -> Mapping[str, float]:
     """Sampled and greedy accuracy on the first half of the test problems, or the other, in float32 as trained."""
-    policy = AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32).eval()
+    policy = _base_model()
     policy.load_state_dict(model.state_dict(), strict=False)
     problems = list(make_problems("test", [LEVEL]))
     problems = problems[TEST_PROBLEMS:] if for_tuning else problems[:TEST_PROBLEMS]
@@ -85,12 +132,11 @@ def accuracies(model: Any, tokenizer: Any, *, for_tuning: bool = False, draws: i
             eos=torch.tensor([tokenizer.eos_token_id]),
             generator=torch.Generator().manual_seed(draws),
         )
-        texts = [_text(ids, tokenizer) for ids in tokens.tolist()]
+        ends = [up_to_end(ids, tokenizer.eos_token_id) for ids in tokens.tolist()]
+        texts = tokenizer.batch_decode(ends, skip_special_tokens=True)
         found[name] = sum(arithmetic_reward(texts, solutions)) / len(texts)
     return found
 
 
-def _text(ids: list[int], tokenizer: Any) -> str:
-    """What was written up to the end of the turn."""
-    end = ids.index(tokenizer.eos_token_id) if tokenizer.eos_token_id in ids else None
-    return tokenizer.decode(ids[:end], skip_special_tokens=True)
+def _base_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(base_model_path(), dtype=torch.float32).eval()

@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
-from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.objective import Objective
 
 from ..stale import (
     BATCH,
+    StaleTrainer,
     accuracies,
     arithmetic_rewards,
     common_fields,
     make_tokenizer,
-    make_trainer,
     training_problems,
 )
 
@@ -32,9 +32,10 @@ class Regime:
 
     Args:
         rollouts (`int`): of 8 prompts × 6 completions.
-        lag (`int`): versions of the policy that completions are old when the trainer takes them up.
+        lag (`int`): versions of the policy that completions are old when the trainer takes them up. It trains on them
+            one version later, as an asynchronous trainer does, which fetches a rollout ahead.
         passes (`int`): over each rollout.
-        replay (`int`): earlier rollouts that the passes after the first draw from; 0 for asynchronous training.
+        replay (`int`): earlier rollouts that the passes after the first draw from; 0 for completions of an age.
     """
 
     rollouts: int
@@ -181,13 +182,13 @@ def _train(
 
 
 def _of_age(regime: Regime, objective_class: type[Objective], fields: dict[str, Any]) -> Any:
-    args = AsyncOPOConfig(**fields, token_budget=0, weight_sync_steps=regime.passes, max_staleness=regime.lag + 4)
-    kind = type("AsyncOPOTrainer", (AsyncOPOTrainer,), {"objective_class": objective_class})
-    return make_trainer(kind, args, regime.lag)
+    # The problems are shuffled already. Some objectives need a whole optimizer step in a micro-batch.
+    args = OPOConfig(**fields, shuffle_dataset=False, plan_micro_batches=False)
+    kind = type("StaleTrainer", (StaleTrainer,), {"objective_class": objective_class})
+    return kind(args, age=regime.lag + 1)
 
 
 def _with_replay(regime: Regime, objective_class: type[Objective], fields: dict[str, Any]) -> Any:
-    # Some objectives need a whole optimizer step in a micro-batch.
     args = OPOConfig(**fields, max_staleness=regime.replay, plan_micro_batches=False)
     kind = type("OPOTrainer", (OPOTrainer,), {"objective_class": objective_class})
     return kind(

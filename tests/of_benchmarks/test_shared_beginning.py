@@ -5,8 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks import shared_beginning
-from opo_trl.asynchronous import in_process
+from benchmarks import sampling, shared_beginning
 from opo_trl.rollout import shared_prompts
 
 
@@ -57,7 +56,7 @@ def test_completions_are_those_of_separate_prompts():
     options = {"max_tokens": 6, "temperature": 1.0, "eos": torch.tensor([1])}
     (ids, logps), (own, own_logps) = (
         sample(model, PROMPTS * 5, **options, generator=torch.Generator().manual_seed(3))
-        for sample in (in_process.sample, shared_beginning.sample)
+        for sample in (sampling.sample, shared_beginning.sample)
     )
     assert torch.equal(own, ids)
     assert torch.allclose(own_logps, logps, atol=1e-12)
