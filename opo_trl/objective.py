@@ -22,7 +22,7 @@ The paper's surrogate and its exact form are the other two values of `ratio_form
 Here w is 1, except where completions are reused or stale (`OPO.weights`). Completing the square, this is `w · mu/2 ·
 (u - v*)²` up to a constant: a regression of u on the projected target with the constant Hessian mu.
 
-[`OPO`] puts these together for both trainers. Another [`Objective`] overrides a method or two (`docs/subclassing.md`).
+[`OPO`] puts these together. Another [`Objective`] overrides a method or two (`docs/subclassing.md`).
 
 A rollout has N samples (completions) in N // G groups of consecutive rows, a batch B samples of T completion tokens.
 Several functions share these parameters:
@@ -278,7 +278,7 @@ def coordinate(log_ratio: Tensor, ratio_form: RatioForm) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """Complete groups of completions, from which targets are computed: all of a rollout, or one group; `[N]` each."""
+    """Complete groups of completions, from which targets are computed: all of a rollout, or one; `[N]` each."""
 
     advantages: Tensor
     rewards: Tensor  # weighted sums over the reward functions
@@ -317,9 +317,15 @@ class Samples:
     mu: Tensor
     weights: Tensor  # importance weights of the sampler; 0 for excluded samples
     age: Tensor  # in optimizer steps, of the behaviour policy
-    reused: bool  # whether several passes train on completions, or a server writes them
+    reused: bool  # whether several passes train on completions, or another policy has written them
     steering: Tensor | None = None  # of each token: whether it has a ratio (`top_entropy_quantile`); `None`: all
     sampler_ratios: Tensor | None = None  # π_k/π_sampler of each token, or `[B, 1]` of completions; `None`: 1
+
+    @classmethod
+    def of(cls, logps: Tensor, anchor_logps: Tensor, mask: Tensor, target: Tensor, mu: Tensor) -> "Samples":
+        """Samples of weight 1 and age 0, as those of a loop without a trainer; `mu` may be a scalar."""
+        ones, zeros = torch.ones_like(target), torch.zeros_like(target)
+        return cls(logps, anchor_logps, mask, target, mu, weights=ones, age=zeros, reused=True)
 
     @cached_property
     def token_log_ratios(self) -> Tensor:
@@ -379,7 +385,7 @@ class Loss:
 
 class Objective:
     """
-    Targets and loss of completions, for [`OPOTrainer`] and [`AsyncOPOTrainer`] alike.
+    Targets and loss of completions, for [`OPOTrainer`] or a loop of your own (`docs/objectives.md`).
 
     The targets here are the advantages; subclasses define `terms`. `args` is the configuration, whose fields are read
     when they are used.
@@ -480,17 +486,7 @@ class Objective:
         """Gradient of the loss in the log-probabilities of tokens, `[B, T]`, whose log-ratios have this value."""
         # At other values than 0, where a term of log-probabilities may have no gradient by chance.
         logps = torch.full(mask.shape, -1.0, dtype=target.dtype, device=target.device, requires_grad=True)
-        samples = Samples(
-            logps=logps,
-            anchor_logps=logps.detach() - log_ratio,
-            mask=mask,
-            target=target,
-            mu=mu,
-            weights=torch.ones_like(target),
-            age=torch.zeros_like(target),
-            reused=True,
-        )
-        loss = self.loss(samples)
+        loss = self.loss(Samples.of(logps, logps.detach() - log_ratio, mask, target, mu))
         total = (loss.work + loss.dissipation).sum()
         (gradient,) = torch.autograd.grad(total, logps, allow_unused=True, materialize_grads=True)
         return gradient

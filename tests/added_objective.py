@@ -1,4 +1,4 @@
-"""An objective as somebody adds one: a class, which `objective: added_objective.Cautious` names in both trainers."""
+"""An objective as somebody adds one: a class, which `objective: added_objective.Cautious` names."""
 
 import torch
 
