@@ -25,7 +25,6 @@ _GSPO = {"objective": "grpo", "importance_sampling_level": "sequence"}
 
 # Colours of Okabe and Ito, which people with colour blindness can tell apart, and for GSPO a darker one.
 METHODS = (
-    Method("async_opo", "Asynchronous OPO", "#009e73", {"trainer": "async_opo", "objective": "opo"}),
     Method("opo", "OPO", "#d55e00", {"trainer": "opo", "objective": "opo"}),
     Method("truncated_reinforce", "Truncated REINFORCE", "#e69f00", {"trainer": "opo", **_TRUNCATED}),
     Method("topr", "TOPR", "#f0e442", {"trainer": "opo", **_PUBLISHED}),

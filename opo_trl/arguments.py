@@ -22,7 +22,7 @@ class OPOScriptArguments(ScriptArguments):
     Those of TRL's script for GRPO, but for `datasets`, are among them, so that its recipes also train here.
     """
 
-    trainer: str = setting("opo", "`opo`, or `async_opo` for asynchronous training.")
+    trainer: str = setting("opo", "`opo`, the only one.")
     reward_funcs: list[str] | None = setting(
         None,
         "Reward functions, by name ([`~launch.rewards`]) or dotted import path. The first says what is correct. By "

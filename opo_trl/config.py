@@ -35,7 +35,7 @@ _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8b
 @dataclass
 class ObjectiveConfig:
     """
-    The fields of OPO's objective, which [`OPOConfig`] documents, for all configurations that have them.
+    The fields of the objective, a part of [`OPOConfig`].
 
     Raises:
         `ValueError`: `mu` and `chi2_radius` are both set, a range is none, `objective` does not exist, or a field is

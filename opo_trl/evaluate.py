@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
 from statistics import NormalDist, stdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 
 # First, because it checks versions: another release may lack names that are imported below.
@@ -151,9 +151,8 @@ def _twin(trainer: "GRPOTrainer") -> Any:
     twin._evaluated = []  # of TRL's evaluations
     twin.args.report_to = []  # TRL logs how long it generates; to trackio even if its run has not begun or is over
     for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs"):
-        if hasattr(trainer, name):
-            setattr(twin, name, _emptied(getattr(trainer, name)))
-    if factories := getattr(trainer, "environment_factories", None):
+        setattr(twin, name, _emptied(getattr(trainer, name)))
+    if factories := cast(dict, trainer.environment_factories):
         # Environments of evaluations only, kept for the next one: those of training may have a state of their own.
         pools = vars(trainer).setdefault("_environments_of_evaluations", {name: [] for name in factories})
         twin._environment_pool = pools

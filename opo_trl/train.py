@@ -3,9 +3,8 @@ Train a model with OPO or another method, from a recipe.
 
     accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.train recipes/R.yaml [--alpha 0.3]
 
-A recipe is a flat YAML file with fields of [`OPOScriptArguments`], of [`OPOConfig`] (with `trainer: async_opo`, of
-[`AsyncOPOConfig`]) and of [`~trl.ModelConfig`]; fields on the command line override it. The files of a run are listed
-in `opo_trl.report.run_folder`.
+A recipe is a flat YAML file with fields of [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]; fields on
+the command line override it. The files of a run are listed in `opo_trl.report.run_folder`.
 """
 
 import dataclasses
@@ -32,7 +31,6 @@ from .checks import files
 from .checks.secrets import mask, mask_words
 from .checks.text import report_error
 from .checks.weights import check_weights
-from .config import OPOConfig
 from .data.arithmetic import EMBEDDED_MODELS
 from .data.rollouts import RECORDED
 from .fields import require
@@ -74,7 +72,7 @@ def prepare(argv: Sequence[str]) -> Run:
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
     require(model_config.model_name_or_path is not None, "model_name_or_path", None, "a model")
-    has_data = script.dataset_name or getattr(args, "rollouts", None)
+    has_data = script.dataset_name or args.rollouts
     require(bool(has_data), "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
     checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
 
@@ -91,7 +89,7 @@ def prepare(argv: Sequence[str]) -> Run:
     options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
     options |= {"use_safetensors": True}  # pickled weights could run code
     args.model_init_kwargs = options = {**revision, **options, **given}
-    if author := getattr(args, "rollouts_model", None):
+    if author := args.rollouts_model:
         args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
         check_weights("rollouts_model", author, trusted | options)
 
@@ -101,10 +99,7 @@ def prepare(argv: Sequence[str]) -> Run:
         check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
     folder = Path(args.output_dir)
-    kind: Any = OPOTrainer
-    if not isinstance(args, OPOConfig):
-        from .launch.async_recipe import AsyncRecipeTrainer as kind
-    trainer = kind(
+    trainer = OPOTrainer(
         model=path,
         reward_funcs=reward_funcs,
         args=args,
@@ -124,8 +119,7 @@ def prepare(argv: Sequence[str]) -> Run:
         trainer.add_callback(ProgressBar())
     if checkpoint is not None:
         trainer.add_callback(NewRate(trainer))
-        if isinstance(trainer, OPOTrainer):
-            check_resumable(trainer, checkpoint)
+        check_resumable(trainer, checkpoint)
     trainer.plan += f"\n  {'data':<10} {data.plan}"
     return Run(trainer, script, data, checkpoint, recipe, settings)
 

@@ -30,7 +30,7 @@ ENVIRONMENTS = (
     "trl==1.16.0 transformers==5.20.2 accelerate==1.14.0 datasets==5.1.0 huggingface_hub==2.0.0",
     "trl==1.16.0 transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 huggingface_hub==2.4.0",
 )
-SUITES = ("test_trl", "test_parity", "test_trainer", "rollout/test_checkpoint", "asynchronous/test_async_trainer")
+SUITES = ("test_trl", "test_parity", "test_trainer", "rollout/test_checkpoint")
 PACKAGES = ("vllm==0.30.0", "vllm==0.31.0", "vllm==0.32.0", "vllm==0.33.0", "reasoning-gym", "lm-eval", "deepspeed")
 PACKAGES += ("peft", "bitsandbytes", "unsloth>=2026.10", "axolotl>=0.21", "verl>=0.9", "ms-swift>=4.6")
 

@@ -44,7 +44,6 @@ FIRST = (
     "test_ports",
     "test_replay",
     "test_trl",
-    "test_async_recipe",
     "test_checkpoint",
     "test_planning",
     "test_trainer_options",

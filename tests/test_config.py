@@ -18,7 +18,6 @@ from trl import GRPOConfig, TrlParser
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
 from opo_trl.fields import default, field_problems
-from opo_trl.launch.async_recipe import AsyncRecipeConfig
 from opo_trl.objectives import OBJECTIVES
 
 
@@ -93,7 +92,7 @@ def test_defaults_that_depend_on_other_fields(config):
         assert made.objective == "opo"
 
 
-@pytest.mark.parametrize("kind", [OPOConfig, AsyncRecipeConfig, OPOScriptArguments])
+@pytest.mark.parametrize("kind", [OPOConfig, OPOScriptArguments])
 def test_every_field_of_ours_is_documented_and_its_bound_holds(kind):
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if kind is not OPOScriptArguments:

@@ -12,17 +12,14 @@ from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.arguments import OPOScriptArguments
-from opo_trl.asynchronous.config import AsyncOPOConfig
-from opo_trl.launch.recipe import parse, read
+from opo_trl.launch.recipe import parse
 from opo_trl.launch.rewards import load_reward
 from opo_trl.train import main
 
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
 LIBRARIES = ["verl", "Unsloth"]
-FIELDS = {
-    field.name for kind in (OPOConfig, AsyncOPOConfig, OPOScriptArguments, ModelConfig) for field in fields(kind)
-}
+FIELDS = {field.name for kind in (OPOConfig, OPOScriptArguments, ModelConfig) for field in fields(kind)}
 
 
 def section(library: str) -> str:
@@ -68,10 +65,7 @@ def test_values_in_the_tables_are_accepted(library, tmp_path):
             recipe = tmp_path / "recipe.yaml"
             base = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": str(tmp_path)}
             recipe.write_text(yaml.safe_dump({**base, "bf16": False, "use_cpu": True, **settings}))
-            if settings.get("trainer") == "async_opo":
-                read(["--config", str(recipe)])
-            else:
-                parse(["--config", str(recipe)])
+            parse(["--config", str(recipe)])
 
 
 # verl

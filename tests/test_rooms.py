@@ -10,6 +10,7 @@ PACKAGE = ROOT / "opo_trl"
 
 # From the ground up. A room is a module or a folder of modules; it imports from those before it.
 ROOMS = (
+    "asynchronous",
     "fields",
     "trl",
     "objective",
@@ -24,7 +25,6 @@ ROOMS = (
     "arguments",
     "rollout",
     "trainer",
-    "asynchronous",
     "report",
     "launch",
     "train",

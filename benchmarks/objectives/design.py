@@ -59,7 +59,7 @@ def _cell(name: str) -> Entry:
 
 
 class LogNormalizedReward(neighbours.LogNormalized, CELLS["reward-one-log"]):  # type: ignore[misc]
-    """OAPL: (r − r̄)/β less its log-mean-exp, in both trainers."""
+    """OAPL: (r − r̄)/β less its log-mean-exp."""
 
 
 _MEAN = {"log_ratio_reduction": "mean"}

@@ -1,4 +1,4 @@
-"""Variants of OPO, and M2PO, for both trainers."""
+"""Variants of OPO, and M2PO."""
 
 import torch
 from torch import Tensor

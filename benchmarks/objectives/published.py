@@ -1,5 +1,5 @@
 r"""
-Published losses that are no regression, as objectives for both trainers. A ≥ 0 stands for a right completion.
+Published losses that are no regression, as objectives. A ≥ 0 stands for a right completion.
 
 | method | loss of a completion; ρ is π/π_behaviour of a token, s its geometric mean, t its product | reduction |
 |---|---|---|

@@ -96,7 +96,7 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
     if isinstance(model, str):
         check_weights("model", model, options)
     adapters = getattr(model, "peft_config", ())
-    if adapters and getattr(args, "beta", 0) and (model.active_adapter != "default" or "ref" in adapters):
+    if adapters and args.beta and (model.active_adapter != "default" or "ref" in adapters):
         said = f"beta={args.beta}: TRL copies the adapter 'default' to 'ref'; {model.active_adapter!r} is trained"
         raise ValueError(f"{said}. Load one without `adapter_name`, and none called 'ref'; or set `beta` to 0.")
     for name in (reward for reward in rewards if isinstance(reward, str)):

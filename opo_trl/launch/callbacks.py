@@ -58,8 +58,8 @@ class ProgressBar(ProgressCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None and (budget := getattr(args, "max_completions", None)):
-            steps = math.ceil(budget / args.generation_batch_size) * args.optimizer_steps_per_rollout
+        if self.training_bar is not None and args.max_completions is not None:
+            steps = math.ceil(args.max_completions / args.generation_batch_size) * args.optimizer_steps_per_rollout
             self.training_bar.reset(total=min(state.max_steps, math.ceil(steps)))
 
     def on_log(self, args, state, control, logs=None, **kwargs):

@@ -54,11 +54,10 @@ def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrained
     for name in args.chat_template_kwargs or ():
         if name not in str(tokenizer.chat_template):
             logger.warning(f"{name!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
-    rollouts = getattr(args, "rollouts", None)  # asynchronous training has none
-    if rollouts is None:
+    if args.rollouts is None:
         return _load_problems(script, args, fitting)
-    groups = fitting(load_rollouts(rollouts, args.num_generations, args.seed))
-    prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {rollouts}"
+    groups = fitting(load_rollouts(args.rollouts, args.num_generations, args.seed))
+    prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {args.rollouts}"
     if not script.dataset_name:
         return Data(groups, None, {}, None, plan)
     data = _load_problems(script, args, fitting)

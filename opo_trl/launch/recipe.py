@@ -14,7 +14,6 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ import yaml
 from transformers.hf_argparser import string_to_bool
 from trl import ModelConfig, TrlParser
 
+from .. import WAITS_FOR_A_PORT
 from ..arguments import OPOScriptArguments
 from ..checks import secrets
 from ..config import OPOConfig
@@ -32,7 +32,7 @@ from ..fields import field_problems, hints
 from .output_dir import same_completions
 
 
-TRAINERS = ("opo", "async_opo")
+_ARGUMENT_CLASSES: tuple[type, type, type] = (OPOScriptArguments, OPOConfig, ModelConfig)
 # Objectives that were trainers once, or are taken for one.
 _OBJECTIVES = {
     "truncated_reinforce": "`objective: topr`, `positive_bounds: [0, 2]` and `negative_bounds: [0, 2]`",
@@ -58,35 +58,25 @@ _GONE = {
 class _Parser(TrlParser):
     """Raises a `ValueError` for a value of a wrong type."""
 
-    def __init__(self, trainer: str):
+    def __init__(self):
         usage = "opo-trl train [RECIPE] [--field value …] [--plan] [--debug]"
-        kinds: Any = _argument_classes(trainer)
-        super().__init__(kinds, prog="opo-trl train", usage=usage, allow_abbrev=False)
+        super().__init__(_ARGUMENT_CLASSES, prog="opo-trl train", usage=usage, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
         raise ValueError(f"{message}. Set it to a value of its type: `{self.prog} --help` lists them.")
 
 
-def _argument_classes(trainer: str) -> tuple[type, type, type]:
-    if trainer == "opo":
-        return OPOScriptArguments, OPOConfig, ModelConfig
-    from .async_recipe import AsyncRecipeConfig
-
-    return OPOScriptArguments, AsyncRecipeConfig, ModelConfig
-
-
-def _fields(trainer: str) -> dict[str, Any]:
-    """Field → type, of all that a recipe for this trainer can set."""
-    return {name: hint for kind in _argument_classes(trainer) for name, hint in hints(kind).items()}
+def _fields() -> dict[str, Any]:
+    """Field → type, of all that a recipe can set."""
+    return {name: hint for kind in _ARGUMENT_CLASSES for name, hint in hints(kind).items()}
 
 
 @dataclass(frozen=True)
 class Fields:
     """What a recipe and the command line over it say, each value with the type of its field."""
 
-    trainer: str  # one of [`TRAINERS`]
-    values: dict[str, Any]  # every field of the trainer's three dataclasses, with its default if it is not set
+    values: dict[str, Any]  # every field of the three dataclasses, with its default if it is not set
     named: set[str]  # the fields that are set
     env: dict[str, str]  # environment variables that the recipe sets
     launch: dict[str, Any]  # options of `accelerate launch` in the recipe
@@ -122,16 +112,18 @@ def read(argv: Sequence[str]) -> Fields:
     trainer = recipe.get("trainer") or "opo"
     if instead := _OBJECTIVES.get(trainer):
         raise ValueError(f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {instead} instead.")
-    if trainer not in TRAINERS:
-        raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to one of {', '.join(TRAINERS)}.")
+    if trainer == "async_opo":
+        raise ValueError(f"trainer={trainer!r} {WAITS_FOR_A_PORT}")
+    if trainer != "opo":
+        raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to opo, or remove it.")
     if not isinstance(env := recipe.pop("env", None) or {}, dict):
         raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
 
-    parser, types = _Parser(trainer), _fields(trainer)
+    parser, types = _Parser(), _fields()
     others = {name: recipe.pop(name) for name in [*recipe] if name not in types}
     launch = {name: value for name, value in others.items() if name in _launch_actions()} if others else {}
     problems = [
-        f"{own.config!r} sets {name}={value}, but there is no such field. {_hint(name, trainer)}"
+        f"{own.config!r} sets {name}={value}, but there is no such field. {_hint(name)}"
         for name, value in others.items()
         if name not in launch
     ]
@@ -145,7 +137,7 @@ def read(argv: Sequence[str]) -> Fields:
     values, options = vars(namespace), {word.split("=")[0] for word in words}
     named = {action.dest for action in parser._actions if options & {*action.option_strings}} | recipe.keys()
     found: dict[str, str] = {}
-    for kind in _argument_classes(trainer):
+    for kind in _ARGUMENT_CLASSES:
         found |= field_problems(kind, values)
     if "use_peft" not in named:  # a recipe that sets `use_peft: false` turns adapters off on purpose
         adapters = [name for name in named if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
@@ -154,11 +146,11 @@ def read(argv: Sequence[str]) -> Fields:
     for word in unknown:
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         if word.startswith("--") and name not in _launch_actions():
-            problems.append(f"{word} is neither a field nor an option of `accelerate launch`. {_hint(name, trainer)}")
+            problems.append(f"{word} is neither a field nor an option of `accelerate launch`. {_hint(name)}")
     if problems:
         raise ValueError("\n".join(problems))
     values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], own.config)
-    return Fields(trainer, values, named, env, launch, unknown)
+    return Fields(values, named, env, launch, unknown)
 
 
 class _Loader(yaml.SafeLoader):
@@ -212,15 +204,11 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
     return words + [f"--{name}" for name in flags if string_to_bool(options[name])]
 
 
-def _hint(name: str, trainer: str) -> str:
+def _hint(name: str) -> str:
     """What to do about a name that is not a field."""
     if name in _GONE:
         return _GONE[name]
-    for other in TRAINERS:
-        with suppress(ImportError):  # of a trainer that does not fit the installed TRL
-            if name in _fields(other):
-                return f"It belongs to `trainer: {other}`; this recipe is for `trainer: {trainer}`."
-    near = difflib.get_close_matches(name, {*_fields(trainer), *_launch_actions()}, n=1)
+    near = difflib.get_close_matches(name, {*_fields(), *_launch_actions()}, n=1)
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 
 
@@ -249,11 +237,9 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
         values["hub_token"] = None
     if "use_cpu" not in given.named and not torch.accelerator.is_available():
         values["use_cpu"] = True  # Transformers would only say that this has to be set
-    if given.trainer == "opo":
-        values |= same_completions(values, given.as_stored)
+    values |= same_completions(values, given.as_stored)
     script, args, model_config = (
-        kind(**{field.name: values[field.name] for field in fields(kind) if field.init})
-        for kind in _argument_classes(given.trainer)
+        kind(**{field.name: values[field.name] for field in fields(kind) if field.init}) for kind in _ARGUMENT_CLASSES
     )
     return script, args, model_config, given.as_stored
 

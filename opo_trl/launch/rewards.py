@@ -63,7 +63,7 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
             # Some parse what a model writes, and may hang on it.
             isolated = script.reward_workers and reward in (accuracy_reward, gym_reward)
             found.append(IsolatedReward(reward, **limits) if isolated else reward)
-    weights = getattr(args, "reward_weights", None)  # asynchronous training has none
+    weights = args.reward_weights
     if model and names and weights:  # the first is that of the model, as in TRL
         args.reward_weights = [*weights[1:], weights[0]]
     return [*found, *([model] if model else [])]

@@ -1,8 +1,7 @@
 """
 What exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
-A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is a `OPOTrainer`, and of
-[`saving`] also an `AsyncOPOTrainer`.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is an `OPOTrainer`.
 
 A checkpoint is complete once it has `trainer_state.json`, which Transformers writes last, when every process has
 written its part. Older checkpoints are deleted only after that.

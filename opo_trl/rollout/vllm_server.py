@@ -23,15 +23,6 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_until_it_answers(url: str) -> None:
-    """Wait until a server is healthy; a `RuntimeError` if it has not been for two minutes."""
-    deadline = time.monotonic() + PATIENCE
-    while not answers(url):
-        if time.monotonic() > deadline:
-            raise RuntimeError(_message(url))
-        time.sleep(1.0)
-
-
 @contextmanager
 def watched(url: str) -> Iterator[None]:
     """

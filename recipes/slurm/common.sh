@@ -1,6 +1,5 @@
-# Shared by colocate.sbatch, vllm_server.sbatch and async_server.sbatch, which source it without changing their
-# arguments. Sets hosts, gpus (per node), logs (a folder), fields (for training), output_dir, trainer, server_port,
-# server_arguments.
+# Shared by colocate.sbatch and vllm_server.sbatch, which source it without changing their arguments. Sets hosts, gpus
+# (per node), logs (a folder), fields (for training), output_dir, server_port, server_arguments.
 # Arguments after `--` stay in the positional parameters.
 # shellcheck shell=bash disable=SC2016,SC2034
 
@@ -28,8 +27,8 @@ mkdir -p "$logs"
 
 settings=$(python recipes/slurm/settings.py "$recipe" "${fields[@]}")
 mapfile -t server_arguments <<<"$settings"
-output_dir=${server_arguments[0]} trainer=${server_arguments[1]} server_port=${server_arguments[2]}
-server_arguments=("${server_arguments[@]:3}")
+output_dir=${server_arguments[0]} server_port=${server_arguments[1]}
+server_arguments=("${server_arguments[@]:2}")
 
 # A run that has a checkpoint resumes. One that this job started, and that has none yet, starts again.
 newest_checkpoint() { # trainer_state.json is written last

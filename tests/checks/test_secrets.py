@@ -10,7 +10,6 @@ from trl import ModelConfig
 
 from opo_trl import OPOConfig
 from opo_trl.arguments import OPOScriptArguments
-from opo_trl.asynchronous.config import AsyncOPOConfig
 from opo_trl.checks.secrets import lost, mask, mask_words
 from opo_trl.checks.text import report_error
 
@@ -47,7 +46,7 @@ def test_settings_lose_their_secrets_and_nothing_else():
     assert all(map(lost, shown.values()))
     assert mask(HARMLESS) == HARMLESS
     assert not any(map(lost, [*HARMLESS.values(), *SETTINGS.values()]))
-    kinds = (OPOScriptArguments, OPOConfig, AsyncOPOConfig, ModelConfig)
+    kinds = (OPOScriptArguments, OPOConfig, ModelConfig)
     names = {field.name for kind in kinds for field in dataclasses.fields(kind)}
     assert {name for name in names if mask("word", name) != "word"} == {"hub_token"}
 
@@ -73,10 +72,9 @@ def test_messages_lose_passwords_and_tokens(capsys):
     assert SECRET not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [OPOConfig, AsyncOPOConfig])
-def test_configuration_shows_no_secret_to_trackers_and_pickles(tmp_path, kind):
+def test_configuration_shows_no_secret_to_trackers_and_pickles(tmp_path):
     address = f"http://user:{SECRET}@host:8000"
-    args = kind(str(tmp_path), use_cpu=True, bf16=False, hub_token=SECRET, vllm_server_base_url=address)
+    args = OPOConfig(str(tmp_path), use_cpu=True, bf16=False, hub_token=SECRET, vllm_server_base_url=address)
     file = io.BytesIO()
     torch.save(args, file)
     for text in (str(args.to_dict()), args.to_json_string(), file.getvalue().decode("latin-1")):

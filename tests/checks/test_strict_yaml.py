@@ -77,7 +77,8 @@ def test_command_line_overrides_the_recipe_and_is_part_of_it(recipe):
     assert (args.alpha, args.learning_rate, args.scale_rewards) == (0.7, 1e-3, "none")
     assert script.levels == stored["levels"] == ["Level 1", "Level 2"]
     assert args.generation_kwargs == {"top_k": 3}
-    assert read(["--trainer", "opo", "--trainer=async_opo"]).trainer == "async_opo"
+    with pytest.raises(ValueError, match="trainer='topr' is an objective"):  # the last one counts
+        read(["--trainer", "opo", "--trainer=topr"])
 
 
 def test_recipe_keeps_what_was_asked_for_when_a_library_changes_a_mapping(recipe):

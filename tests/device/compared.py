@@ -11,7 +11,6 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object
-from asynchronous import scripted
 from datasets import Dataset
 from helpers import (
     EXACT,
@@ -228,22 +227,6 @@ def assert_same_gradients_on_the_host(trainer: Recording, host: Recording) -> No
             host.compute_loss(host.model, batch).backward()
         expected = {name: weight.grad for name, weight in host.model.named_parameters() if weight.grad is not None}
         assert_close(step.gradient, expected, EXACT, f"gradient of step {number}")
-
-
-def assert_asynchronous_gradient_is_the_definition(
-    model: str, folder: Path, *, groups: int, parts: int, **options: Any
-) -> None:
-    """Of every optimizer step on these groups, of which a micro-batch of a process has one part."""
-    options |= {"learning_rate": 0.1, "max_steps": 2, "model_init_kwargs": {"attn_implementation": "sdpa"}}
-    args = scripted.config(folder, use_cpu=False, **options)
-    conversations = scripted.conversations(model, groups=groups)
-    rows = scripted.samples(conversations, args)
-    args.per_device_train_batch_size = len(rows) // parts
-    trainer = scripted.train(model, args, rows)
-    check(trainer)
-    for number, step in enumerate(trainer.recorder.steps):
-        expected = scripted.reference(model, step.policy, conversations, args)
-        assert_close(step.gradient, expected.gradient, EXACT, f"gradient of step {number}")
 
 
 def assert_resumes_bitwise(model: str, folder: Path, *, at: int, arguments: dict[str, Any], **options: Any) -> None:

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from asynchronous import scripted
 from compared import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
     ROUNDED,
     WithHostEntry,
-    assert_asynchronous_gradient_is_the_definition,
     assert_complete,
     assert_follows_the_definition,
     assert_resumes_bitwise,
@@ -137,31 +135,11 @@ def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
     assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)
 
 
-# Asynchronous training
-
-
-def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):
-    options = {"log_ratio_reduction": "mean", "gradient_accumulation_steps": 3}
-    assert_asynchronous_gradient_is_the_definition(tiny_model, tmp_path, groups=2, parts=3, **options)
-
-
-def test_asynchronous_training_with_the_kernel(tiny_model, tmp_path):
-    args = scripted.config(tmp_path, use_cpu=False, learning_rate=0.1, max_steps=3, bf16=True, num_iterations=2)
-    rows = scripted.samples(scripted.conversations(tiny_model, groups=2), args)
-    args.per_device_train_batch_size = len(rows)
-    trainer = scripted.train(tiny_model, args, rows)
-    check(trainer)
-    (first, second, _), log = trainer.recorder.steps, trainer.state.log_history
-    assert not same_bits(first.policy, second.policy)
-    assert [entry["opo/pass"] for entry in log if "grad_norm" in entry] == [1, 2, 1]
-
-
 # The command
 
 
 def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
-    asynchronous = {"model_init_kwargs": '{"attn_implementation": "sdpa"}', "per_device_train_batch_size": 24}
-    given = shortened(tmp_path / "run", "async/opo", **asynchronous)
+    given = shortened(tmp_path / "run", "opo")
     assert main(given) == 0
     assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
     assert_complete(tmp_path / "run", steps=5, devices=1)

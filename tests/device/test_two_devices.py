@@ -8,7 +8,6 @@ from compared import (
     OFF_POLICY,
     PASSES,
     HalfDead,
-    assert_asynchronous_gradient_is_the_definition,
     assert_complete,
     assert_follows_the_definition,
     assert_resumes_bitwise,
@@ -89,10 +88,6 @@ RESUMED = {
 def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
     arguments = generates(train_dataset=NUMBERS, **options.pop("arguments", {}))
     assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)
-
-
-def test_asynchronous_gradient_is_the_definition(tiny_model, tmp_path):
-    assert_asynchronous_gradient_is_the_definition(tiny_model, tmp_path, groups=4, parts=2)
 
 
 def test_an_optimizer_step_waits_and_gathers_no_more_often_than_grpo(tiny_model, tmp_path):

@@ -11,7 +11,7 @@ python) # settings.py imports PyTorch: its output is kept in $KNOWN by its argum
     exit
     ;;
 esac
-line=$(printf '%s\t' "$name" "${SLURM_NODEID-}" "${CUDA_VISIBLE_DEVICES-}" "${SLURM_OVERLAP-}" "${VLLM_SERVER_DEV_MODE-}" "$@")
+line=$(printf '%s\t' "$name" "${SLURM_NODEID-}" "$@")
 printf '%s\n' "$line" >>"$CALLS"
 
 value() { # OPTION: its value; the last one counts, as in every parser concerned
@@ -41,15 +41,14 @@ scancel) # signals a step of the job
 scontrol)
     [ "$1" != show ] || printf '%s\n' $HOSTS
     ;;
-trl | vllm) # a server that is healthy once it has started
+trl) # a server that is healthy once it has started
     [ "$SERVER" != "fails in training" ] || { until grep -q '^opo-trl' "$CALLS"; do sleep 0.1; done; kill $$; } &
     touch "$folder/health"
     exec "$PYTHON" -m http.server "$(value --port)" --bind "$SLURMD_NODENAME" --directory "$folder"
     ;;
 opo-trl) # training that needs the server: without `no_proxy`, $http_proxy would be asked for it
-    url=$(value --vllm_server_base_url) host=$(value --vllm_server_host)
-    [ -z "$host" ] || url=http://$host:$(value --vllm_server_port)
-    [ -z "$url" ] || curl --silent --fail --output /dev/null "$url/health" || exit 9
+    host=$(value --vllm_server_host) port=$(value --vllm_server_port)
+    [ -z "$host" ] || curl --silent --fail --output /dev/null "http://$host:$port/health" || exit 9
     if [ "$TRAINING" = saves ]; then
         mkdir -p "$(value --output_dir)/checkpoint-100"
         touch "$(value --output_dir)/checkpoint-100/trainer_state.json"

@@ -82,14 +82,11 @@ class Job:
                 found += [process] if mark in (process / "environ").read_bytes().split(b"\0") else []
         return found
 
-    def calls(self, name: str, what: slice | int = slice(4, None)) -> list:
-        """Arguments of each call of a stand-in so far, or its `what`; within a step, in the order of its nodes."""
+    def calls(self, name: str) -> list[list[str]]:
+        """Arguments of each call of a stand-in so far; within a step, in the order of its nodes."""
         path = self.folder / "calls"
         lines = [line.split("\t")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
-        return [own[what] for called, *own in sorted(lines, key=lambda line: line[1]) if called == name]
-
-
-NODE, DEVICES, OVERLAPS, DEVELOPS = range(4)  # what of a call
+        return [argv for called, _, *argv in sorted(lines, key=lambda line: line[1]) if called == name]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def stand_ins(tmp_path, known) -> Iterator[Job]:
     job.folder.mkdir()
     job.programs.mkdir()
     (job.folder / "recipes").symlink_to(ROOT / "recipes")
-    for name in ("srun", "scancel", "scontrol", "trl", "vllm", "opo-trl", "sleep", "python"):
+    for name in ("srun", "scancel", "scontrol", "trl", "opo-trl", "sleep", "python"):
         (job.programs / name).symlink_to(STAND_INS)
     yield job
     for process in job.running():  # left by a failed test
@@ -150,58 +147,6 @@ def test_server_is_ready_before_training_and_ends_with_it(stand_ins, recipe, fie
         *(*fields, "--use_vllm", "true", "--vllm_mode", "server"),
         *("--vllm_server_host", "127.0.0.2", "--vllm_server_port", port),
     ]
-
-
-ASYNC = "recipes/qwen3-1.7b/async/opo.yaml"
-
-
-@pytest.fixture(scope="module")
-def server() -> list[str]:
-    """Fields of a run with LoRA, and where its server is to be."""
-    return ["--vllm_server_base_url", f"http://localhost:{free_port()}", "--use_peft", "true", "--lora_r", "32"]
-
-
-@pytest.mark.parametrize(
-    ("hosts", "gpus", "more", "serving", "training"),
-    [
-        ("127.0.0.1 127.0.0.2", "4", {}, ("127.0.0.2", "0,1,2,3"), ("127.0.0.1", "4", [])),
-        ("127.0.0.1", "3", {"SERVER_GPUS": "1"}, ("127.0.0.1", "2"), ("127.0.0.1", "2", ["--gpu_ids", "0,1"])),
-    ],
-    ids=["two nodes", "one node"],
-)
-def test_asynchronous_training_has_a_server_of_its_own(stand_ins, server, hosts, gpus, more, serving, training):
-    port = server[1].rpartition(":")[2]
-    argv = [ASYNC, *server, "--", "--max-model-len", "2304"]
-    status, errors = stand_ins.run("async_server.sbatch", *argv, HOSTS=hosts, SLURM_GPUS_ON_NODE=gpus, **more)
-    assert status == 0, errors
-    serve, train = stand_ins.calls("srun")
-    assert f"--nodelist={serving[0]}" in serve
-    assert f"--nodelist={training[0]}" in train
-    shares = "1" if hosts == "127.0.0.1" else ""
-    assert stand_ins.calls("opo-trl", OVERLAPS) == [shares]  # otherwise the second step waits for the first to end
-    (serves,), (devices,) = stand_ins.calls("vllm"), stand_ins.calls("vllm", DEVICES)
-    assert devices == serving[1]
-    assert stand_ins.calls("vllm", DEVELOPS) == ["1"]
-    assert serves == [
-        *("serve", "Qwen/Qwen3-1.7B", "--revision", "main", "--port", port),
-        *("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}'),
-        *("--dtype", "bfloat16", "--enable-lora", "--max-lora-rank", "32", "--max-loras", "6"),
-        *("--host", serving[0]),  # not all interfaces
-        *("--tensor-parallel-size", str(len(devices.split(","))), "--max-model-len", "2304"),
-    ]
-    (launcher,) = stand_ins.calls("opo-trl")
-    assert launcher[5:7] == ["--num_processes", training[1]]
-    assert launcher[launcher.index(ASYNC) + 1 :] == [
-        *(*training[2], *server),
-        *("--vllm_server_base_url", f"http://{serving[0]}:{port}"),
-    ]
-
-
-def test_script_for_another_job_is_named(stand_ins, server):
-    status, errors = stand_ins.run("colocate.sbatch", ASYNC, *server)
-    assert status == 1
-    assert "use async_server.sbatch" in errors
-    assert not stand_ins.calls("srun")
 
 
 def test_server_that_dies_fails_the_job(stand_ins, recipe, fields):

@@ -17,6 +17,7 @@ from opo_trl.launch.recipe import read
 
 
 ROOT = Path(__file__).resolve().parents[2]
+WAITS_FOR_A_PORT = r"waits for a port .*: commit 6495d6c5ac08 of opo_trl .* TRL 1\.16; .* AsyncGRPOTrainer"
 
 
 def test_list_has_every_recipe_with_what_it_does(capsys):
@@ -63,3 +64,26 @@ def test_command_that_is_gone_says_what_to_do(capsys, command):
 def test_trainer_that_is_gone_says_what_to_use():
     with pytest.raises(ImportError, match="RolloutTrainer is gone: use OPOTrainer with `objective`"):
         _ = opo_trl.RolloutTrainer
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from opo_trl import AsyncOPOTrainer",
+        "from opo_trl import AsyncOPOConfig",
+        "from opo_trl import asynchronous",
+        "from opo_trl.asynchronous.trainer import AsyncOPOTrainer",
+    ],
+)
+def test_import_of_asynchronous_training_names_the_commit_that_has_it(statement):
+    with pytest.raises(ImportError, match=rf"^(AsyncOPO\w+|opo_trl.asynchronous) {WAITS_FOR_A_PORT}"):
+        exec(statement)
+
+
+def test_recipe_of_asynchronous_training_names_the_commit_that_has_it(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer: async_opo\nin_process_staleness: 4\n")
+    for words in ([str(recipe)], [str(ROOT / "recipes" / "arithmetic" / "opo.yaml"), "--trainer", "async_opo"]):
+        assert cli.main(["train", *words]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(rf"trainer='async_opo' {WAITS_FOR_A_PORT}", said)

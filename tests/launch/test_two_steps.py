@@ -28,11 +28,7 @@ def train(path: Path, output: Path, **fields) -> list[dict]:
     recipe = read(["--config", str(path)]).as_stored
     steps = recipe.get("steps_per_generation", 1) // recipe.get("gradient_accumulation_steps", 1)
     fields = {**DEVICE_FIELDS, **SMALL, "gradient_accumulation_steps": 1, "output_dir": output, **fields}
-    if recipe.get("trainer") == "async_opo":
-        fields["in_process_staleness"] = 1
-    else:
-        fields |= {"use_vllm": "false", "steps_per_generation": max(steps, 1)}
-    fields["num_generations"] = 6
+    fields |= {"use_vllm": "false", "steps_per_generation": max(steps, 1), "num_generations": 6}
     if "rollouts" in recipe:
         fields["rollouts"] = output / "rows.jsonl"
         rows = [

@@ -1,4 +1,4 @@
-"""The ablation: every cell has the force of its formula, trains in both trainers."""
+"""The ablation: every cell has the force of its formula, and trains."""
 
 import itertools
 import math

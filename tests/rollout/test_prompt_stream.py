@@ -1,11 +1,8 @@
 """The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
 
 import pytest
-from datasets import Dataset
-from helpers import USE_CPU
 from trl.trainer.utils import RepeatSampler
 
-from opo_trl import AsyncOPOConfig, AsyncOPOTrainer
 from opo_trl.rollout.prompts import EpochSampler, PromptStream
 
 
@@ -31,10 +28,3 @@ def test_every_epoch_of_the_stream_has_every_prompt_once_in_an_order_of_its_own(
     again.position = 5
     assert again.draw(16) == drawn[5:]
     assert (other.draw(21) != drawn) is shuffle
-
-
-def test_asynchronous_training_needs_messages(tmp_path):
-    """A chat template would render text as no message, or several."""
-    args = AsyncOPOConfig(str(tmp_path), max_steps=1, use_cpu=USE_CPU, bf16=False, report_to="none")
-    with pytest.raises(ValueError, match=r"train_dataset has prompts that are text.*a list of messages"):
-        AsyncOPOTrainer("nowhere", len, args, Dataset.from_dict({"prompt": ["1"] * 8}))

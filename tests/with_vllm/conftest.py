@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,8 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import free_port
-
-from opo_trl.data.arithmetic import base_model_path
 
 
 HERE = Path(__file__).parent
@@ -51,11 +48,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run(environment: dict[str, str], tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict]:
-    """`run(command, **options)`: the result of `script` in a separate process, or in those of `launcher`."""
+    """`run(command, **options)`: the result of `run.py` in a separate process, or in those of `launcher`."""
 
-    def result(command: str, launcher: tuple[str, ...] = (sys.executable,), script: str = "run.py", **options) -> dict:
+    def result(command: str, launcher: tuple[str, ...] = (sys.executable,), **options) -> dict:
         folder = tmp_path_factory.mktemp(command)
-        arguments = [str(HERE / script), command, str(folder), json.dumps({"model": tiny_model, **options})]
+        arguments = [str(HERE / "run.py"), command, str(folder), json.dumps({"model": tiny_model, **options})]
         done = subprocess.run(
             [*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=900
         )
@@ -78,45 +75,6 @@ def place(
     command += ["--gpu_memory_utilization", "0.1", "--enforce_eager", "true"]
     with server(command, environment, tmp_path / "server.log") as found:
         yield {"mode": "server", "group_port": group_port, **found}
-
-
-@pytest.fixture(scope="session")
-def arithmetic_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The embedded base model, whose own way of sampling would spoil every log-ratio if a request left it out."""
-    folder = tmp_path_factory.mktemp("served") / "arithmetic"
-    shutil.copytree(base_model_path(), folder)
-    generation = json.loads((folder / "generation_config.json").read_text())
-    generation |= {"temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.3, "repetition_penalty": 1.5}
-    (folder / "generation_config.json").write_text(json.dumps(generation))
-    return str(folder)
-
-
-# What `vllm serve` needs besides the model: to receive all weights, or adapters.
-FULL = ("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}')
-ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "6")
-
-
-def async_server(model: str, environment: dict[str, str], log: Path, kind: tuple[str, ...]):
-    """A server of asynchronous training."""
-    command = ["vllm", "serve", model, "--dtype", "float32", "--max-model-len", "128", "--enforce-eager", *kind]
-    command += [] if ON_CPU else ["--gpu-memory-utilization", "0.1"]
-    allowed = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    return server(command, environment | allowed, log)
-
-
-@pytest.fixture(scope="module")
-def full_server(arithmetic_model: str, environment: dict[str, str], tmp_path_factory) -> Iterator[dict]:
-    log = tmp_path_factory.mktemp("full_server") / "server.log"
-    with async_server(arithmetic_model, environment, log, FULL) as found:
-        yield {"model": arithmetic_model, "adapter": False, **found}
-
-
-@pytest.fixture(scope="module")
-def adapter_server(arithmetic_model: str, environment: dict[str, str], tmp_path_factory) -> Iterator[dict]:
-    """It reports raw log-probabilities, vLLM's default."""
-    log = tmp_path_factory.mktemp("adapter_server") / "server.log"
-    with async_server(arithmetic_model, environment, log, ADAPTERS) as found:
-        yield {"model": arithmetic_model, "adapter": True, **found}
 
 
 @contextmanager

@@ -50,16 +50,6 @@ def patch_client() -> None:
     client.VLLMClient.init_communicator = _join_as_trainer
 
 
-def patch_async_trainer() -> None:
-    """The same for TRL's asynchronous trainer."""
-    import trl.experimental.async_grpo.weight_transfer as transfer
-
-    transfer.packed_nccl_broadcast_producer = _send
-    transfer.open_trainer_endpoint = lambda info: _Group(
-        info["master_address"], info["master_port"], 0, info["world_size"]
-    )
-
-
 class _Generator(torch.Generator):
     def get_offset(self) -> int:
         return 0
