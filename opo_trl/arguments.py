@@ -8,7 +8,7 @@ from trl import ScriptArguments
 
 from .data import INSTRUCTION, gym
 from .evaluate import Decoding
-from .fields import COUNT, COUNT_OR_ZERO, PART, POSITIVE, SHARE, setting
+from .fields import COUNT, COUNT_OR_ZERO, PART, POSITIVE, SHARE, check_fields, setting
 
 
 _Style = Literal["chat", "plain", "dataset"]
@@ -95,6 +95,7 @@ class OPOScriptArguments(ScriptArguments):
     )
 
     def __post_init__(self):
+        check_fields(self)
         if self.dataset_streaming:  # of TRL's scripts
             raise ValueError("dataset_streaming=True has no effect: datasets are loaded completely. Remove it.")
         for name in ("columns", "dataset_settings"):

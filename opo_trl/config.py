@@ -214,9 +214,6 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     def __post_init__(self):
         words = {"true": "group", "yes": "group", "false": "none", "no": "none"}  # as command lines and recipes say it
         self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
-        for name in ("top_p", "top_k", "repetition_penalty"):
-            if getattr(self, name) is None:  # Transformers and vLLM would take one that nobody has set.
-                setattr(self, name, getattr(GRPOConfig, name))
         check_fields(self)
         by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
         follows = self.load_best_model_at_end or self.save_strategy == "best" or by_metric
@@ -284,8 +281,13 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
                 fix = "is not an option of GenerationConfig. Remove it"
             if fix:
                 raise ValueError(f"generation_kwargs={options!r}: {key!r} {fix}.")
-        if options:  # `None` would open what another field has set.
-            self.generation_kwargs = {key: value for key, value in options.items() if value is not None}
+        if options:  # `None` would open what another field has set, and Transformers takes no 2 for 2.0.
+            usual = GenerationConfig._get_default_generation_params()
+            self.generation_kwargs = {
+                key: float(value) if isinstance(value, int) and isinstance(usual.get(key), float) else value
+                for key, value in options.items()
+                if value is not None
+            }
 
     @property
     def micro_steps_per_rollout(self) -> int:

@@ -14,7 +14,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -80,34 +81,73 @@ def _not_allowed(name: str, value: object, wanted: object) -> str:
 
 def load(name: str, path: str, wanted: str, example: str) -> Any:
     """
-    Import what a field names by its dotted path, also from the current folder. `wanted` it can be, and an `example`,
-    are for the message of a `ValueError`.
+    Import what a field names by its dotted path, also from the current folder, and which can be called. `wanted` it
+    can be, and an `example`, are for the message of a `ValueError`.
     """
     module, _, attribute = path.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    fix = f"Set `{name}` to {wanted}, such as {example}"
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except Exception as error:
         said = f"{name}={path!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ValueError(f"{said}. Set `{name}` to {wanted}, such as {example}.") from error
+        raise ValueError(f"{said}. {fix}.") from error
+    if not callable(found):
+        raise ValueError(f"{name}={path!r} cannot be called: it is a {type(found).__name__}. {fix}.")
+    return found
+
+
+@functools.cache
+def _kinds(kind: Any) -> Mapping[str, tuple[type, bool]]:
+    """Field → `float`, `int` or `bool`, and whether it may be `None`, of the fields that are nothing else."""
+    found = {}
+    for name, hint in hints(kind).items():
+        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        only = next((each for each in (float, int, bool) if {each} == {*types} - {NoneType}), None)
+        if only is not None:
+            found[name] = only, NoneType in types
+    return found
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """Field → what is wrong with it by itself, besides its type: the one place where a field is checked."""
+    """Field → what is wrong with it by itself: the one place where a field is checked."""
     found = {}
     for name, hint in hints(kind).items():
         value, bound = values.get(name), _bounds(kind).get(name)
         words = get_args(hint) if get_origin(hint) is Literal else ()
+        of_kind, _ = _kinds(kind).get(name, (None, True))
+        if value is None:
+            continue
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if value is not None and words and value not in words:
+        if words and value not in words:
             found[name] = _not_allowed(name, value, f"one of {', '.join(words)}")
-        elif value is not None and bound and not (is_number and bound.holds(value)):
+        elif bound and not (is_number and bound.holds(value)):
             found[name] = _not_allowed(name, value, bound.text)
+        elif of_kind is int and not (is_number and float(value).is_integer()):
+            found[name] = _not_allowed(name, value, "an integer")
+        elif of_kind is float and not is_number:
+            found[name] = _not_allowed(name, value, "a number")
+        elif of_kind is bool and isinstance(value, str):  # "false" would be true
+            found[name] = _not_allowed(name, value, "true or false")
     return found
 
 
 def check_fields(arguments: Any) -> None:
-    """Check each field of a configuration by itself; a `ValueError` names all that are wrong."""
-    if found := field_problems(type(arguments), vars(arguments)):
+    """
+    Check each field of a configuration by itself; a `ValueError` names all that are wrong. A number gets the type of
+    its field, and its default in place of a `None` that the field cannot have.
+    """
+    kind: Any = type(arguments)
+    if found := field_problems(kind, vars(arguments)):
         raise ValueError("\n".join(found.values()))
+    usual = {each.name: default(each) for each in fields(kind)}
+    for name, (of_kind, may_be_none) in _kinds(kind).items():
+        value = getattr(arguments, name)
+        if of_kind is bool or (value is None and may_be_none):
+            continue
+        if value is None:
+            setattr(arguments, name, usual[name])
+        # The default of some fields of Transformers, each a fraction or a count, is an integer.
+        elif type(value) is not type(usual[name]):
+            setattr(arguments, name, of_kind(value))

@@ -37,6 +37,7 @@ from .fields import require
 from .launch import output_dir
 from .launch.callbacks import LogFile, NewRate, ProgressBar, ReportBefore, Validation, measure
 from .launch.data import Data, load_data
+from .launch.packages import check_packages
 from .launch.recipe import parse
 from .launch.rewards import check_columns, load_rewards, load_tools
 from .launch.signals import StopOnSignal, StoppedBySignal
@@ -69,6 +70,7 @@ def prepare(argv: Sequence[str]) -> Run:
         `ValueError`, `ImportError`, `OSError`: the run is impossible as requested; no file has been touched.
     """
     script, args, model_config, recipe = parse(argv)
+    check_packages(args, model_config)
     settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
     settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
     require(model_config.model_name_or_path is not None, "model_name_or_path", None, "a model")

@@ -11,6 +11,7 @@ import math
 import re
 from typing import get_type_hints
 
+import numpy
 import pytest
 from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
@@ -156,6 +157,38 @@ def test_what_would_train_something_else_is_named(config, given, names):
 def test_what_acts_is_accepted(config):
     config(alpha=0, scale_rewards="false", reward_weights=[1.0, -0.5], optim="sgd", optim_args="momentum=0.9")
     config(generation_kwargs={"top_k": 5, "eos_token_id": 3, "num_beams": 1, "temperature": 1.0})
+
+
+def test_numbers_have_the_type_of_their_field(config):
+    """Transformers samples with no temperature of 2, and counts with no 4.0."""
+    given = {"temperature": 2, "learning_rate": 1, "beta": 1, "top_p": numpy.float32(1), "max_steps": 3.0}
+    made = config(**given, generation_kwargs={"repetition_penalty": 2, "top_k": 5})
+    assert {name: getattr(made, name) for name in given} == given
+    assert {type(getattr(made, name)) for name in given} == {float, int}
+    assert type(made.max_steps) is int
+    assert type(made.generation_kwargs["repetition_penalty"]) is float
+    assert type(made.generation_kwargs["top_k"]) is int
+    usual = config()
+    unset = dict.fromkeys(("temperature", "top_k", "learning_rate"))
+    assert all(getattr(config(**unset), name) == getattr(usual, name) for name in unset)
+    assert (usual.logging_steps, type(usual.logging_steps)) == (10, int)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"learning_rate": "1e-5"}, "a number"),
+        ({"weight_decay": [0.1]}, "a number"),
+        ({"max_completion_length": "12"}, "an integer"),
+        ({"max_completion_length": 12.5}, "an integer"),
+        ({"seed": True}, "an integer"),
+        ({"gradient_checkpointing": "false"}, "true or false"),
+    ],
+)
+def test_values_of_another_type_are_named(config, given, wanted):
+    (name, value), *_ = given.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not allowed. Set `{name}` to {wanted}.")):
+        config(**given)
 
 
 def test_warmup_of_a_constant_rate_is_named(config, caplog):

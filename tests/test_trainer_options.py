@@ -347,6 +347,7 @@ def test_what_the_user_sets_is_what_samples(tiny_model, tmp_path):
     assert not torch.equal(cut, plain)
     assert torch.equal(cut, ids({"typical_p": 0.5}, generation_kwargs={"typical_p": 0.1}))
     assert torch.equal(ids(min_p=0.3), ids({"min_p": 0.1}, min_p=0.3))
+    assert torch.equal(ids(temperature=2), ids(temperature=2.0))
     nothing = {"top_k": None, "top_p": None, "repetition_penalty": None}
     assert torch.equal(plain, ids(OVERRULED, **nothing))
     assert torch.equal(

@@ -62,6 +62,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "_environment_pool": None,  # evaluations have their own
         **dict.fromkeys(("_step", "generation_config", "eos_token_ids", "log_multimodal", "num_generations_eval")),
         "vllm_importance_sampling_correction": None,
+        **dict.fromkeys(("_is_vlm", "chat_template", "chat_template_kwargs", "tools")),  # of the plan's longest prompt
         # The loss
         "training_step": ("model", "inputs", "num_items_in_batch"),  # called for each micro-batch
         "compute_loss": ("model", "inputs", "return_outputs", "num_items_in_batch"),
@@ -87,6 +88,7 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "_maybe_log_save_evaluate": (),
         "evaluation_loop": ("dataloader", "metric_key_prefix"),
         "log": ("logs", "start_time"),
+        "get_optimizer_cls_and_kwargs": ("args",),  # which tells of a missing package
         # What a checkpoint holds, and how a run resumes
         "_get_output_dir": ("trial",),
         "_save_rng_state": ("output_dir",),
@@ -115,6 +117,8 @@ NAMES: dict[str, dict[str, Collection[str] | None]] = {
         "_actions": None,
     },
     "transformers.TrainingArguments": dict.fromkeys(("_n_gpu", "report_to", "save_total_limit")),
+    "accelerate.commands.launch": dict.fromkeys(("simple_launcher", "multi_gpu_launcher"), ("args",)),
+    "trl.data_utils": {"prepare_multimodal_messages": ("messages", "images")},
     "accelerate.PartialState": {"wait_for_everyone": ()},
     "transformers.integrations.WandbCallback": {"_initialized": None},
     "trl.trainer.utils.RepeatSampler": {"__iter__": ()},

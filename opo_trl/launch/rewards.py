@@ -41,7 +41,9 @@ REWARDS: dict[str, Callable] = {
 def load_reward(name: str) -> Callable:
     """Find a reward function by its name in [`REWARDS`] or its dotted import path."""
     wanted = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
-    return REWARDS.get(name) or load("reward_funcs", name, wanted, "my_rewards.length_reward")
+    reward = REWARDS.get(name) or load("reward_funcs", name, wanted, "my_rewards.length_reward")
+    require(not inspect.isclass(reward), "reward_funcs", name, "a function: a class would have to be made first")
+    return reward
 
 
 def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:

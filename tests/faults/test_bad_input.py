@@ -119,6 +119,16 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
     "split of a file": (["a file has no other"], {"dataset_name": "data/test.jsonl", "dataset_train_split": "x"}, str),
     "missing tensor": (["model='./model'", "lack model.layers.1.mlp.up_proj.weight"], {}, without_tensor),
     "missing reward": (["reward_funcs='no.reward'", "No module named 'no'"], {"reward_funcs": ["no.reward"]}, str),
+    "module as a reward": (["reward_funcs='os.path'", "it is a module"], {"reward_funcs": ["os.path"]}, str),
+    "class as a reward": (["reward_funcs='enum.Enum'", "to a function"], {"reward_funcs": ["enum.Enum"]}, str),
+    "module as a tool": (
+        ["tools='os.path'", "it is a module. Set `tools` to a function"],
+        {"tools": ["os.path"]},
+        str,
+    ),
+    "no package": (["use_liger_kernel=True", "pip install 'liger-kernel'"], {"use_liger_kernel": True}, str),
+    "no package of a tracker": (["report_to=['dvclive']", "Install it"], {"report_to": "dvclive"}, str),
+    "no package of an optimizer": (["optim='galore_adamw'", "galore_torch"], {"optim": "galore_adamw"}, str),
     "column of a reward": (["reward_funcs='compare'", "'gold'"], {"reward_funcs": ["my_rewards.compare"]}, str),
     "folder of another run": (
         ["output_dir='run'", "holds another run", "--resume_from_checkpoint last", "--overwrite"],
