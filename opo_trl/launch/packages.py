@@ -1,6 +1,5 @@
 """Check that the packages which fields of a recipe need are installed, before anything is loaded or written."""
 
-from contextlib import suppress
 from typing import Any
 
 from transformers import Trainer
@@ -38,8 +37,8 @@ def check_packages(args: Any, model_config: ModelConfig) -> None:
     if absent:
         said = f"report_to={args.report_to!r} needs a package that is not installed, or not set up"
         raise ImportError(f"{said}: {', '.join(sorted(absent))}. Install it, or set `report_to` to 'none'.")
-    with suppress(ValueError):  # for want of a model
-        try:
-            Trainer.get_optimizer_cls_and_kwargs(args)
-        except ImportError as error:
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except (ImportError, ValueError) as error:
+        if "install" in str(error):  # Other errors are about the model, which is not loaded yet.
             raise ImportError(f"optim={args.optim.value!r}: {error}") from error

@@ -19,7 +19,7 @@ from ..metrics.log import Entry, Points, finite, number, off_policy
 
 
 _FEWEST_OF_A_TREND = 6  # entries
-_FEWEST_STEPS = 10  # of a verdict: with fewer, a few prompts decide
+_FEWEST_STEPS = 10  # of a verdict, unless nothing can be learned: with fewer, a few prompts decide
 
 
 @dataclass(frozen=True)
@@ -276,12 +276,12 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
     side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
     meaning, _, remedy = _ADVICE.get(f"{diagnostic.name} {side}", "").partition(". ")
     sentence = _SENTENCES[diagnostic.name].format_map(found)
+    lost = not learns and not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
     holds_0 = diagnostic.fact == "rise" and abs(value) < 1 and found["margin"] > 0
-    if holds_0 or _steps_of(finite(log, metric)) < _FEWEST_STEPS:
+    if not lost and (holds_0 or _steps_of(finite(log, metric)) < _FEWEST_STEPS):
         reason = "the interval holds 0" if holds_0 else f"fewer than {_FEWEST_STEPS} steps"
         return Verdict(metric, f"{sentence}: too early to say, {reason}.", None, remedy, points, diagnostic.range())
     said = sentence + (f": {meaning}" if side else "")
-    lost = not learns and not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
     return Verdict(metric, f"{said}.", not side, remedy, points, diagnostic.range(), lost)
 
 
