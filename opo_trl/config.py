@@ -191,7 +191,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     rollouts: str | None = setting(
         None, "Recorded rollouts to train on, in place of `train_dataset`: [`~data.rollouts.load_rollouts`]."
     )
-    rollouts_model: str | None = setting(None, "Model that sampled them, for log-probabilities that are not recorded.")
+    rollouts_model: str | None = setting(
+        None, "Model that sampled them: computes their log-probabilities, also in place of recorded ones."
+    )
     save_rollouts: bool = setting(
         False, "Whether to record all completions of training in the folder `rollouts` of `output_dir`."
     )
@@ -249,6 +251,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             require(not more, "prefetch_rollouts", self.prefetch_rollouts, wanted)
             # The log-ratio is to the policy that the server has sampled from, which leaves nothing to correct.
             self.vllm_importance_sampling_correction = False
+        wanted = "None without `rollouts`, whose log-probabilities it computes"
+        require(self.rollouts_model is None or bool(self.rollouts), "rollouts_model", self.rollouts_model, wanted)
         wanted = f"None: optim={self.optim.value!r} takes a step in every backward pass"
         is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)
         require(not is_cut, "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, wanted)

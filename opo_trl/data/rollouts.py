@@ -114,6 +114,11 @@ def _have_equal_rewards(rows: Sequence[Mapping[str, Any]]) -> bool:
     return len({row.get("reward") for row in rows} - {None}) < 2
 
 
+def is_reserved(name: str) -> bool:
+    """Whether a column of this name is not for reward functions: it has a meaning here, or may be a mask."""
+    return name in ("group", RECORDED, PLACE, *KNOWN) or name.lower().removesuffix("s").endswith("mask")
+
+
 def text_of(completion: Any) -> str | None:
     """The text of a completion: itself, or that of the assistant's only message; `None` for anything else."""
     if isinstance(completion, list) and len(completion) == 1:
@@ -166,11 +171,12 @@ def _rows(source: str) -> list[dict[str, Any]]:
     if missing := [name for name in ("prompt", written) if name not in names]:
         raise ValueError(f"rollouts={source!r}{_why_not(source, rows, missing[0])}.")
     # Without tokens, it is not known to which they belong; of other masks, what they mean.
-    taken = [name for name in names if name.lower().removesuffix("s").endswith("mask") and name != "completion_mask"]
+    taken = [name for name in names if is_reserved(name) and name not in ("group", *KNOWN)]
     of_tokens = ("prompt_ids", "logprobs", "completion_mask")
     taken += [name for name in of_tokens if name in names and written == "completion"]
     if taken:
         fix = "Add `completion_ids`, rename it to `completion_mask` if it is one, or remove it"
+        fix = "Rename it" if taken[0] == RECORDED else fix
         raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
     for row in rows:
         at = f"rollouts={source!r}, {place_of(row)}"

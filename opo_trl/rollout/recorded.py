@@ -5,6 +5,7 @@ The trainer's dataset then has one row per group ([`data.rollouts`]). TRL's `rol
 completions in place of new ones, so that all else is as with generation.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
 from ..data.agent_logs import PLACE
-from ..data.rollouts import KNOWN, RECORDED, load_rollouts, text_of
+from ..data.rollouts import KNOWN, RECORDED, is_reserved, load_rollouts, text_of
 from . import adapter, conversations
 from .padding import with_positions
 
@@ -51,6 +52,8 @@ class Recorded:
         others: dict[str, Any] = {"rollouts": args.rollouts, "images": {"image", "images"} & columns}
         if args.save_rollouts and (found := [name for name, value in others.items() if value]):
             raise ValueError(f"save_rollouts=True cannot record {found[0]}. Remove `save_rollouts`.")
+        if args.save_rollouts and isinstance(given, Dataset):
+            _check_recordable(given[:1])  # columns of a stream are checked in its first rollout
         others = {**writers, "train_dataset": given is not None and RECORDED not in columns}
         if args.rollouts is not None and (found := [name for name, value in others.items() if value]):
             said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}"
@@ -111,7 +114,10 @@ class Recorded:
             _check_ids(trainer, samples)
             _check_texts(trainer, samples[:100])
         if "logprobs" in samples[0]:
-            return dataset
+            if args.rollouts_model is None:
+                return dataset
+            instead = f"in place of those recorded in rollouts={args.rollouts!r}"
+            logger.warning(f"rollouts_model={args.rollouts_model!r} computes log-probabilities, {instead}.")
         _tokenize(trainer, groups)
         _add_logps(trainer, groups)
         return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
@@ -127,6 +133,8 @@ class Recorded:
         totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
         totals[rewards.isnan().all(dim=1)] = math.nan
         first = accelerator.process_index * len(inputs)
+        for row in inputs:
+            _check_recordable(row)
         lines = [
             {
                 **row,
@@ -155,6 +163,21 @@ class Recorded:
         accelerator.wait_for_everyone()
         folder.mkdir(parents=True, exist_ok=True)
         files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
+
+
+def _check_recordable(columns: Mapping[str, Any]) -> None:
+    """Check that columns of a dataset, or of one of its rows, can be recorded, and read again as they are."""
+    for name, value in columns.items():
+        said = f"save_rollouts=True cannot record the column {name!r}"
+        if name != "prompt" and is_reserved(name):
+            fix = "Rename it, or remove `save_rollouts`"
+            raise ValueError(f"{said}: that name has a meaning in recorded rows. {fix}.")
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(
+                f"{said}: {error}. Make its values text or numbers, or remove `save_rollouts`."
+            ) from error
 
 
 def as_scored(dataset: Dataset) -> Dataset:

@@ -73,6 +73,7 @@ def test_recorded_rollouts_are_counted_as_they_are(tiny_model, tmp_path):
     assert plan._row_tokens(trainer) == (4, 31)  # with the token that ends a turn
     assert "× (4 + 31) tokens" in trainer.plan
     assert "400" not in trainer.plan
+    assert "rows.jsonl, with rewards\n" in trainer.plan
     assert "KV cache" not in plan.memory_plan(trainer)["generation"]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from helpers import (
     PROMPTS,
     SMALL,
     RecordingOPO,
+    Script,
     distance,
     even_tokens,
     logged,
@@ -28,8 +30,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOConfig
+from opo_trl.data.agent_logs import PLACE
 from opo_trl.data.arithmetic import make_problems
-from opo_trl.data.rollouts import RECORDED, load_rollouts
+from opo_trl.data.rollouts import KNOWN, RECORDED, load_rollouts
 from opo_trl.objectives import OBJECTIVES, objective_named
 from opo_trl.rollout.rows import completion_tokens
 from opo_trl.train import main
@@ -310,6 +313,47 @@ def test_recorded_rewards_are_those_of_the_run_whatever_its_weights(tiny_model, 
     assert logged(again)[0]["reward"] == pytest.approx(logged(run)[0]["reward"])
 
 
+def test_columns_of_the_dataset_reach_reward_functions_again(tiny_model, tmp_path):
+    """As they were, whatever their types."""
+    columns = {
+        "text": ["007", "NA", "1.0", "", "x", "null", "true", "[]"],
+        "number": [1, 2, None, 4, 5, 6, 7, 8],
+        "score": [0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 1e-9],
+        "parts": [{"a": [1, 2], "b": None}, *[{"a": [], "b": "x"}] * 7],
+        "same": [["1"]] * 8,
+    }
+    seen = []
+
+    def reward(prompts, completion_ids, **given):
+        rows = zip(prompts, *(given[name] for name in columns), strict=True)
+        seen.append([dict(zip(("prompt", *columns), row, strict=True)) for row in rows])
+        return even_tokens(completion_ids)
+
+    data = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS, **columns}), "rollout_func": None}
+    options = {"max_steps": 6, "steps_per_generation": 4, "shuffle_dataset": False}
+    data["reward_funcs"] = reward
+    trained(tiny_model, tmp_path / "run", save_rollouts=True, trainer_arguments=data, **options)
+    first, seen = [row for rows in seen for row in rows], []
+    rows = [{name: row[name] for name in row.keys() - {"reward"}} for row in rows_of(tmp_path / "run" / "rollouts")]
+    again = {"trainer_arguments": {"reward_funcs": reward}, **options}
+    replayed(tiny_model, tmp_path / "again", written(tmp_path, rows), **again)
+    assert len(first) == 48
+    assert [row for rows in seen for row in rows] == first
+
+
+def test_a_named_model_computes_log_probabilities_in_place_of_recorded_ones(tiny_model, tmp_path, recorded, caplog):
+    wrong = [row | {"logprobs": [-1.0] * len(row["logprobs"])} for row in rows_of(recorded)]
+    source = written(tmp_path, wrong)
+    computed = replayed(tiny_model, tmp_path / "computed", source, rollouts_model=tiny_model, max_steps=2)
+    assert "computes log-probabilities, in place of those recorded in" in caplog.text
+    known, believed = (
+        replayed(tiny_model, tmp_path / name, rows, max_steps=2)
+        for name, rows in (("known", recorded), ("believed", source))
+    )
+    assert relative_error(change(computed), change(known)) < 1e-3
+    assert relative_error(change(believed), change(known)) > 0.1
+
+
 def test_truncated_completions_are_recorded_with_their_log_probabilities(tiny_model, tmp_path):
     """Also if this run leaves them out."""
     short = {"trainer_arguments": GENERATES, "max_completion_length": 3, "mask_truncated_completions": True}
@@ -526,6 +570,7 @@ def test_files_that_cannot_be_used(tmp_path):
         ({"max_sampling_rounds": 2}, "max_sampling_rounds"),
         ({"use_vllm": True}, "use_vllm"),
         ({"save_rollouts": True}, "save_rollouts=True cannot record rollouts"),
+        ({"rollouts": None, "rollouts_model": "mine"}, "rollouts_model='mine' is not allowed. .* to None without"),
         ({"temperature": 0.5}, r"temperature=0\.5, .* at a temperature of 0\.7 and 1\. Keep those of one"),
     ],
 )
@@ -533,6 +578,36 @@ def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
     rows = [ROW | {"temperature": t} for t in ((0.7, 1.0) if "temperature" in options else (1.0, 1.0))] * 8
     with pytest.raises(ValueError, match=said):
         replayed(tiny_model, tmp_path, **{"rollouts": written(tmp_path, rows), **options})
+
+
+@pytest.mark.parametrize("name", [*{*KNOWN, "group", RECORDED, PLACE, "loss_mask"} - {"prompt"}])
+def test_columns_that_a_record_has_for_itself_are_rejected(tiny_model, tmp_path, name):
+    data = Dataset.from_dict({"prompt": PROMPTS, name: PROMPTS})
+    with pytest.raises(ValueError, match=f"cannot record the column '{name}': that name has a meaning .* Rename it"):
+        make_trainer(tiny_model, tmp_path, save_rollouts=True, trainer_arguments={"train_dataset": data})
+
+
+def test_values_that_a_record_cannot_hold_are_rejected(tiny_model, tmp_path):
+    data = Dataset.from_dict({"prompt": PROMPTS, "written": [datetime(2026, 1, 1)] * 8})
+    with pytest.raises(ValueError, match=r"cannot record the column 'written': .*datetime.* Make its values text"):
+        make_trainer(tiny_model, tmp_path, save_rollouts=True, trainer_arguments={"train_dataset": data})
+
+
+def test_columns_of_a_stream_or_a_rollout_function_are_rejected_in_the_first_rollout(tiny_model, tmp_path):
+    script, stream = Script(), Dataset.from_dict({"prompt": PROMPTS, "group": PROMPTS}).to_iterable_dataset()
+    added = {"reward": [1.0] * 16}
+    for name, arguments in (
+        ("reward", {"rollout_func": lambda prompts, trainer: script.rollout(prompts, trainer) | added}),
+        ("group", {"train_dataset": stream}),
+    ):
+        options = {**STEPS, "save_rollouts": True, "trainer_arguments": {**arguments, "reward_funcs": even_tokens}}
+        with pytest.raises(ValueError, match=f"cannot record the column '{name}'"):
+            trained(tiny_model, tmp_path, **options)
+
+
+def test_a_column_for_recorded_completions_is_rejected(tmp_path):
+    with pytest.raises(ValueError, match=r"has a column 'recorded', which is not used\. Rename it"):
+        load_rollouts(written(tmp_path, [ROW | {RECORDED: 1}] * 2), 2)
 
 
 def test_tokens_that_do_not_say_what_their_text_says_are_rejected(tiny_model, tmp_path, recorded):
