@@ -9,7 +9,7 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
 | `prompt_ids` | tokens of the prompt; without them, those that the run gives it |
 | `completion_mask` | 1 for each token that the policy sampled, 0 for those of somebody else, such as a tool |
-| `logprobs` | of each sampled token, under the policy that sampled it: finite and at most 0 |
+| `logprobs` | of each sampled token, under the policy that sampled it: from -104 to 0 |
 | `temperature` | at which it was sampled, and for which `logprobs` are |
 | `reward` | a number, or null for a completion that could not be scored |
 | `group` | the same for the completions of a group; they have the same prompt |
@@ -44,6 +44,10 @@ KNOWN = (
     *("prompt", "completion", "tools", "completion_ids", "prompt_ids", "completion_mask", "logprobs"),
     *("temperature", "reward"),
 )
+
+
+# The logarithm of the smallest positive number in float32. Samplers compute probabilities in it, or more coarsely.
+_LEAST_LOGP = -104.0
 
 
 def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
@@ -186,6 +190,10 @@ def _rows(source: str) -> list[dict[str, Any]]:
         for name in KNOWN:
             if name in row and not _fits(name, row):
                 raise ValueError(f"{at}: {misfit(name, row[name])}.")
+        if impossible := _impossible_logps(row):
+            said = f"`logprobs` has {impossible[0]!r} for a sampled token, which cannot be its log-probability"
+            fix = f"Record those, from {_LEAST_LOGP:g} to 0, or remove `logprobs` and set `rollouts_model`"
+            raise ValueError(f"{at}: {said}. {fix}.")
     return [_without_rest(row) for row in rows]
 
 
@@ -233,9 +241,16 @@ def _fits(name: str, row: Mapping[str, Any]) -> bool:
         return all(isinstance(token, int) and token >= 0 for token in value)
     if name == "completion_mask":
         return len(value) == len(ids) and all(own in (0, 1) for own in value)
-    sampled = row.get("completion_mask") or [1] * len(ids)
-    finite = (_is_number(logp) and -math.inf < logp <= 1e-3 for logp, own in zip(value, sampled, strict=False) if own)
-    return len(value) == len(ids) and all(finite)
+    return len(value) == len(ids)
+
+
+def _impossible_logps(row: Mapping[str, Any]) -> list[Any]:
+    """What a row has as log-probabilities of sampled tokens and cannot be, such as null, NaN or a server's -9999."""
+    logps = row.get("logprobs", ())
+    sampled = row.get("completion_mask") or [1] * len(logps)
+    own = [logp for logp, is_own in zip(logps, sampled, strict=False) if is_own]
+    # Rounding may leave a little more than 0.
+    return [logp for logp in own if not (_is_number(logp) and _LEAST_LOGP <= logp <= 1e-3)]
 
 
 def _is_number(value: Any) -> bool:

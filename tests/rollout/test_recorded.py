@@ -1,6 +1,7 @@
 """Recorded rollouts: what a run records, training on it, and what is rejected before it starts."""
 
 import json
+import math
 import os
 from datetime import datetime
 from pathlib import Path
@@ -578,6 +579,17 @@ def test_what_does_not_fit_is_rejected(tiny_model, tmp_path, options, said):
     rows = [ROW | {"temperature": t} for t in ((0.7, 1.0) if "temperature" in options else (1.0, 1.0))] * 8
     with pytest.raises(ValueError, match=said):
         replayed(tiny_model, tmp_path, **{"rollouts": written(tmp_path, rows), **options})
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, -9999.0, -200.0, 0.5, None, "0"], ids=str)
+def test_an_impossible_log_probability_is_named_with_its_row(tmp_path, value):
+    """But not that of another's token, the least that float32 can sample, or one that rounding puts above 0."""
+    good = ROW | {"completion_ids": [1, 2, 3], "completion_mask": [1, 0, 1], "logprobs": [-103.9, None, 1e-6]}
+    load_rollouts(written(tmp_path, [good] * 2, "good.jsonl"), 2)
+    rows = [good, good | {"logprobs": [-1.0, -9999.0, value]}]
+    said = rf"rollouts=.*, row 2: `logprobs` has {value!r} for a sampled token.* set `rollouts_model`"
+    with pytest.raises(ValueError, match=said):
+        load_rollouts(written(tmp_path, rows), 2)
 
 
 @pytest.mark.parametrize("name", [*{*KNOWN, "group", RECORDED, PLACE, "loss_mask"} - {"prompt"}])
