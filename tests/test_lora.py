@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
-from opo_trl import AsyncOPOConfig, AsyncOPOTrainer, OPOConfig, OPOTrainer
+from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.rollout.frozen_base import FrozenBase
 from opo_trl.train import main
@@ -146,8 +146,6 @@ def test_adapter_that_cannot_be_loaded_is_rejected(adapter, tmp_path, changes, m
 def test_what_cannot_be_an_adapter_is_named(adapter, tiny_model, tmp_path):
     with pytest.raises(ValueError, match=r"reward_funcs='.*' is an adapter, which cannot score. Merge it"):
         make_trainer(tiny_model, tmp_path, trainer_arguments={"reward_funcs": adapter})
-    with pytest.raises(ValueError, match="is an adapter, from which asynchronous training cannot start"):
-        AsyncOPOTrainer(adapter, Script().reward_functions()[0], AsyncOPOConfig(str(tmp_path), use_cpu=True))
     both = shutil.copytree(tiny_model, tmp_path / "both")
     shutil.copytree(adapter, both, dirs_exist_ok=True)
     with pytest.raises(ValueError, match="is an adapter and a complete model in one folder"):
