@@ -61,8 +61,8 @@ def test_page_lists_exactly_the_logged_metrics(logs):
     table = (DOCS / "methods" / "opo.md").read_text(encoding="utf-8").split("## Logged metrics")[1].split("\n## ")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     described = {f"opo/{name}" for cell in cells for name in re.findall(r"`([a-z_2/]+)`", cell)}
-    # All completions have the same reward, so there is no target and no advantage.
-    without_value = {"opo/target_fit", "opo/gradient_response_efficiency"}
+    # All completions have the same reward, so there is no target and no advantage; and none is asked for in advance.
+    without_value = {"opo/target_fit", "opo/gradient_response_efficiency", "opo/age"}
     logged = {name for name in logs["+"] if name.startswith("opo/")}
     assert described - without_value == logged
     for page in PAGES:

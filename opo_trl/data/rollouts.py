@@ -191,8 +191,8 @@ def _rows(source: str) -> list[dict[str, Any]]:
             if name in row and not _fits(name, row):
                 raise ValueError(f"{at}: {misfit(name, row[name])}.")
         if impossible := _impossible_logps(row):
-            said = f"`logprobs` has {impossible[0]!r} for a sampled token, which cannot be its log-probability"
-            fix = f"Record those, from {_LEAST_LOGP:g} to 0, or remove `logprobs` and set `rollouts_model`"
+            said = f"`logprobs` is {row['logprobs']!r:.60}, where no sampled token can have {impossible[0]!r}"
+            fix = f"Record log-probabilities, from {_LEAST_LOGP:g} to 0, or remove them and set `rollouts_model`"
             raise ValueError(f"{at}: {said}. {fix}.")
     return [_without_rest(row) for row in rows]
 

@@ -30,7 +30,7 @@ def train(path: Path, output: Path, **fields) -> list[dict]:
     fields = {**DEVICE_FIELDS, **SMALL, "gradient_accumulation_steps": 1, "output_dir": output, **fields}
     fields |= {"use_vllm": "false", "steps_per_generation": max(steps, 1), "num_generations": 6}
     if "rollouts" in recipe:
-        fields["rollouts"] = output / "rows.jsonl"
+        fields |= {"rollouts": output / "rows.jsonl", "rollouts_model": recipe["model_name_or_path"]}
         rows = [
             {"prompt": row["problem"], "completion": text, "reward": float(text == row["solution"])}
             for row in [*make_problems("train", ["Level 1"])][:8]

@@ -3,6 +3,7 @@
 import re
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,7 +245,7 @@ def test_facts_alone_are_not_called_healthy():
 def test_progress_bar_accepts_none():
     """Which TRL logs if all values were NaN."""
     bar, state = ProgressBar(), TrainerState(max_steps=2, is_world_process_zero=True)
-    bar.on_train_begin(None, state, TrainerControl())
+    bar.on_train_begin(SimpleNamespace(max_completions=None), state, TrainerControl())
     names = ("reward", "validation/accuracy", "entropy", "grad_norm")
     bar.on_log(None, state, TrainerControl(), logs=dict.fromkeys(names))
     bar.on_train_end(None, state, TrainerControl())

@@ -587,7 +587,9 @@ def test_an_impossible_log_probability_is_named_with_its_row(tmp_path, value):
     good = ROW | {"completion_ids": [1, 2, 3], "completion_mask": [1, 0, 1], "logprobs": [-103.9, None, 1e-6]}
     load_rollouts(written(tmp_path, [good] * 2, "good.jsonl"), 2)
     rows = [good, good | {"logprobs": [-1.0, -9999.0, value]}]
-    said = rf"rollouts=.*, row 2: `logprobs` has {value!r} for a sampled token.* set `rollouts_model`"
+    said = (
+        rf"rollouts=.*, row 2: `logprobs` is .* no sampled token can have {value!r}\. Record .* set `rollouts_model`"
+    )
     with pytest.raises(ValueError, match=said):
         load_rollouts(written(tmp_path, rows), 2)
 
