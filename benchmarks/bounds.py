@@ -70,6 +70,8 @@ in a batch, in training and in measuring (`shared_beginning`). In float32 the gr
 within 1e-5 of its norm. Three trials of TOPR had been made before, to find where the time goes; they are repeated.
 Trials of all arms but TOPR and truncated REINFORCE there measure no greedy accuracy, which decides nothing.
 
+Runs of `lag` and `fresh` were made with `AsyncOPOTrainer`, which commit 6495d6c5ac08 has.
+
 After `many`, `few` and `lag`: (1, 2, 0, 2) with the hinge can't pass any more, since in `many` its lower bound against
 truncated REINFORCE is −6.8. It is not run in the other regimes, unless two candidates pass: then their shortfalls need
 it. On `largest`, (0, 2, 0, 2) with the hinge has failed, too, against TOPR. Last, (1, 2, 0, 1) and (1, 2, 0, 2) have

@@ -47,6 +47,9 @@ class StaleTrainer(OPOTrainer):
     """
     Trains on completions that the policy wrote `age` rollouts ago, or before the first step as long as there were
     fewer. They are sampled with a generator of their own, from a copy of the model with the weights that it had.
+
+    Recorded runs were made by `AsyncOPOTrainer`, which commit 6495d6c5ac08 has. With the same seed this is the same
+    run up to rounding: prompts, samples, ages and optimizer steps are the same.
     """
 
     def __init__(self, args: OPOConfig, *, age: int):

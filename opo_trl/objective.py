@@ -278,7 +278,7 @@ def coordinate(log_ratio: Tensor, ratio_form: RatioForm) -> Tensor:
 
 @dataclass(frozen=True)
 class Groups:
-    """Complete groups of completions, from which targets are computed: all of a rollout, or one; `[N]` each."""
+    """Complete groups of completions, from which targets are computed: all of a rollout, or one group; `[N]` each."""
 
     advantages: Tensor
     rewards: Tensor  # weighted sums over the reward functions
