@@ -598,7 +598,7 @@ class OPOTrainer(GRPOTrainer):
         """
         batch_size = self.args.per_device_train_batch_size
         with padding.evaluating(self.model):
-            current, _ = self._anchor_pass(rollout, batch_size=batch_size)
+            current, entropies = self._anchor_pass(rollout, batch_size=batch_size)
         recorded, mask = rollout["old_per_token_logps"], completion_tokens(rollout)
         difference = token_mean((recorded - current).square(), mask).sqrt()
         is_own = difference <= padding.rounding_of_logps(self)
@@ -606,6 +606,8 @@ class OPOTrainer(GRPOTrainer):
         if self.accelerator.gather(is_own).all():
             del rollout["old_per_token_logps"]
             self._anchor_is_own = True
+        elif self._replays_recorded:
+            self._recorded.compare(self, recorded, current, entropies, mask)
         return is_own
 
     def _sampled_at(self) -> int:

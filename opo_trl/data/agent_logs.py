@@ -20,6 +20,9 @@ Rows = list[dict[str, Any]]
 # Column of a row that is being read: its file in a folder, else "", and its number there. Messages name them.
 PLACE = "row_of_rollouts"
 
+# Columns that say which tokens were left out of sampling, and the values, besides null, with which none were.
+CUTS = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+
 _AS_CHAT = "Write each conversation as a row with `messages`, as OpenAI's chat API takes them, and `reward`"
 _LANGCHAIN = ("LangChain's", "Write what its `convert_to_openai_messages` returns")
 
@@ -50,11 +53,11 @@ def _of_verifiers(rows: Rows, source: str) -> Rows:
         nodes, scores = trace["nodes"], [score for score in trace["rewards"].values() if score]
         first = next(place for place, node in enumerate(nodes) if node["sampled"])
         last = next(node for node in reversed(nodes) if node["sampled"])
-        temperatures = ((call.get("sampling") or {}).get("temperature") for call in trace["calls"])
+        settings = [call.get("sampling") or {} for call in trace["calls"]]
         group = (episode.get("group") or {}).get("id") or trace["task"].get("key")
         row: dict[str, Any] = {
             "prompt": [node["message"] for node in nodes[:first]],
-            "temperature": next((value for value in temperatures if value is not None), None),
+            **{name: _first_of(name, settings) for name in ("temperature", *CUTS)},
             "reward": sum(one["score"] * one["weight"] for one in scores) if trace["ok"] and scores else None,
             "group": f"{group} {trace['agent']['name']}",
             PLACE: episode[PLACE],
@@ -70,6 +73,11 @@ def _of_verifiers(rows: Rows, source: str) -> Rows:
             row["tools"] = [_function(tool, "name", "description", "parameters") for tool in trace["tools"]]
         made.append(row)
     return made
+
+
+def _first_of(name: str, settings: Rows) -> Any:
+    """The first value of a setting that is set; `None` if none is."""
+    return next((setting[name] for setting in settings if setting.get(name) is not None), None)
 
 
 def _is_one_path(nodes: Rows) -> bool:

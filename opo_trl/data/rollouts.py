@@ -11,6 +11,7 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `completion_mask` | 1 for each token that the policy sampled, 0 for those of somebody else, such as a tool |
 | `logprobs` | of each sampled token, under the policy that sampled it: from -104 to 0 |
 | `temperature` | at which it was sampled, and for which `logprobs` are |
+| `top_p`, `top_k`, `min_p` | by which tokens were left out of sampling |
 | `reward` | a number, or null for a completion that could not be scored |
 | `group` | the same for the completions of a group; they have the same prompt |
 
@@ -30,7 +31,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from .agent_logs import OTHERS, PLACE, READERS, as_chat, misfit, place_of
+from .agent_logs import CUTS, OTHERS, PLACE, READERS, as_chat, misfit, place_of
 from .prompts import is_chat
 
 
@@ -42,7 +43,7 @@ RECORDED = "recorded"
 # Columns of a row; there may be others, for the reward functions.
 KNOWN = (
     *("prompt", "completion", "tools", "completion_ids", "prompt_ids", "completion_mask", "logprobs"),
-    *("temperature", "reward"),
+    *("temperature", *CUTS, "reward"),
 )
 
 
@@ -121,6 +122,11 @@ def _have_equal_rewards(rows: Sequence[Mapping[str, Any]]) -> bool:
 def is_reserved(name: str) -> bool:
     """Whether a column of this name is not for reward functions: it has a meaning here, or may be a mask."""
     return name in ("group", RECORDED, PLACE, *KNOWN) or name.lower().removesuffix("s").endswith("mask")
+
+
+def cuts_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """By which settings tokens were left out when a row was sampled."""
+    return {name: row[name] for name, neutral in CUTS.items() if row.get(name) not in (None, *neutral)}
 
 
 def text_of(completion: Any) -> str | None:
@@ -233,7 +239,7 @@ def _fits(name: str, row: Mapping[str, Any]) -> bool:
         return ids is not None or text_of(value) is not None or speaks
     if name == "tools":
         return not value or (isinstance(value, list) and is_chat(row["prompt"]))
-    if name in ("reward", "temperature"):
+    if name in ("reward", "temperature", *CUTS):
         return value is None or (_is_number(value) and math.isfinite(value))
     if not (isinstance(value, list) and value):
         return False

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object, is_peft_model
@@ -26,9 +27,12 @@ from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
 from ..data.agent_logs import PLACE
-from ..data.rollouts import KNOWN, RECORDED, is_reserved, load_rollouts, text_of
+from ..data.rollouts import KNOWN, RECORDED, cuts_of, is_reserved, load_rollouts, text_of
+from ..metrics.opo import ratio_ess
+from ..objective import token_sum
 from . import adapter, conversations
 from .padding import with_positions
+from .recorded_logps import compare
 
 
 logger = get_logger(__name__)
@@ -46,6 +50,7 @@ class Recorded:
 
     samples: Rows = ()  # of the current rollout
     generated: Any = None  # the current round of generation, as TRL's `_generate` returns it
+    are_compared = False  # whether it was said what the recorded log-probabilities look like
 
     def __init__(self, args: OPOConfig, given: Any, writers: Mapping[str, Any]):
         columns = {*(getattr(given, "column_names", None) or ())}
@@ -92,6 +97,32 @@ class Recorded:
         """Recorded log-probabilities of tokens, with the shape and place of `like`, `[B, T]`."""
         logps = pad([torch.tensor(row["logprobs"]) for row in self.samples], padding_value=0, padding_side="right")
         return torch.nn.functional.pad(logps, (0, like.shape[1] - logps.shape[1])).to(like.device)
+
+    def compare(
+        self, trainer: Any, recorded: torch.Tensor, own: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """
+        Say once, for all processes, what recorded log-probabilities look like if they are not the policy's own.
+        `entropies` are the policy's, and `mask` has the sampled tokens, `[B, T]` each.
+        """
+        if self.are_compared:
+            return
+        tokens = torch.stack([recorded, own, entropies])[:, mask].double().cpu().numpy()
+        parts = gather_object([(tokens, token_sum(own - recorded, mask).double().cpu())])
+        cuts = {f"{name}={value:g}" for row in self.samples for name, value in cuts_of(row).items()}
+        of_all = np.concatenate([of_process for of_process, _ in parts], axis=1)
+        found = compare(*of_all, temperature=trainer.temperature, cut=", ".join(sorted(cuts)))
+        self.are_compared = found is not None
+        if found is None:
+            return
+        log_ratios = torch.cat([of_process for _, of_process in parts])
+        median, ess = log_ratios.median().exp(), ratio_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
+        said = f"rollouts={trainer.args.rollouts!r}: the log-probabilities {found.difference}, {found.cause}"
+        ratios = f"The policy's ratio to a completion is {median:.1g} in the median, and their ESS {ess:.0%}"
+        if found.fix:
+            logger.warning(f"{said}. {ratios}. {found.fix}.")
+        else:
+            trainer.accelerator.print(f"{said}. {ratios}.", flush=True)
 
     def completed(self, trainer: Any) -> Dataset:
         """

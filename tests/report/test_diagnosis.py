@@ -165,6 +165,12 @@ LOGS = {
         {"Reward went": "healthy", "Truncated completions": "look", "Gradient norm": "healthy"},
         ["Look at 1 of 3 diagnostics: `completions/clipped_ratio`."],
     ),
+    "ten steps without any gradient": (
+        rows_of(*range(10), grad_norm=0.0),
+        1,
+        {"Reward went": "healthy", "Gradient norm": "wrong"},
+        ["Gradient norm was exactly 0 in all 10 entries: nothing was trained."],
+    ),
     "ten steps in two entries": (
         rows_of(5, 10, frac_reward_zero_std=0.5),
         0,

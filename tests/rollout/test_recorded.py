@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from helpers import (
 from invariance.launch import launch, logs
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOConfig
@@ -118,8 +120,12 @@ def record_and_repeat(model: str, folder: str) -> None:
     sizes = {"per_device_train_batch_size": 4 // processes, "temperature": 0.7}
     place, fixed = Path(folder), {"learning_rate": 0.0, "save_rollouts": True, "trainer_arguments": GENERATES}
     trained(model, place / "run", **STEPS | sizes | fixed)
-    for name, options in (("known", {}), ("computed", {"rollouts_model": model})):
+    for name, options in (("known", {}), ("computed", {"rollouts_model": model}), ("filled", {})):
         source = place / "run" / "rollouts"
+        if name == "filled":
+            source = place / f"filled_{rank}"
+            source.mkdir()
+            written(source, changed_logps(rows_of(place / "run" / "rollouts"), lambda logp: 0.0))
         if options:
             source = place / f"without_{rank}"
             source.mkdir()
@@ -147,6 +153,8 @@ def test_two_processes_record_and_train_as_one(tiny_model, tmp_path):
         for folder in (tiny_model, tmp_path / "two" / "known", tmp_path / "two" / "computed")
     )
     assert any(not torch.equal(known[name], before[name]) for name in known)
+    said = "".join(log.read_text() for log in tmp_path.glob("process_*.log"))
+    assert said.count("are exactly 0 for 100% of the sampled tokens") == 1
     assert distance(known, computed) < 1e-3 * distance(known, before)
 
 
@@ -374,6 +382,61 @@ def test_a_new_run_in_a_folder_moves_the_rollouts_of_an_earlier_one(tiny_model, 
     run(2)
     assert [file.name for file in (tmp_path / "rollouts").iterdir()] == ["000000016-0.jsonl"]
     assert rows_of(tmp_path / "rollouts-replaced") == first
+
+
+# What recorded log-probabilities look like is in `test_recorded_logps`; here, when that is said.
+
+
+def changed_logps(rows: list[dict], change) -> list[dict]:
+    return [row | {"logprobs": [change(logp) for logp in row["logprobs"]]} for row in rows]
+
+
+SAID = "the log-probabilities"
+FILLED_IN = [f"{SAID} are exactly 0 for 100% of the sampled tokens", "Set `rollouts_model`", "and their ESS "]
+KEPT = [f"{SAID} are above the policy's for 100% of the sampled tokens", "Set `rollouts_model`", "and their ESS "]
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (lambda logp: 0.0, {}, FILLED_IN),
+        (lambda logp: logp + 0.1, {"num_iterations": 2, "max_staleness": 1}, KEPT),
+        (lambda logp: logp + 0.1, {"plan_micro_batches": False, "objective": "grpo"}, KEPT),
+        (lambda logp: logp, {}, []),
+        (lambda logp: logp, {"bf16": True}, []),
+        (lambda logp: logp, {"bf16": True, "temperature": 0.7}, []),
+        (lambda logp: logp, {"temperature": 0.7}, []),
+    ],
+)
+def test_what_recorded_log_probabilities_look_like_is_said_once(tiny_model, tmp_path, caplog, change, options, said):
+    """And the run goes on."""
+    how = {name: value for name, value in options.items() if name == "temperature"}
+    trained(tiny_model, tmp_path / "run", save_rollouts=True, trainer_arguments=GENERATES, **STEPS | how)
+    rows = changed_logps(rows_of(tmp_path / "run" / "rollouts"), change)
+    run = replayed(tiny_model, tmp_path / "again", written(tmp_path, rows), max_steps=6, **options)
+    assert run.state.global_step == 6
+    spoken = [record.getMessage() for record in caplog.records if SAID in record.getMessage()]
+    assert len(spoken) == bool(said)
+    assert all(text in sentence for sentence in spoken for text in said)
+
+
+def test_another_model_gets_a_line_of_information(tiny_model, tmp_path, recorded, caplog, capsys):
+    other = save_tiny_model(tmp_path / "other", seed=5)
+    rows = [row | {"top_p": 0.9, "top_k": -1} for row in rows_of(recorded)]
+    replayed(other, tmp_path, written(tmp_path, rows))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if SAID in line)
+    assert re.search(
+        r"above .* for \d+% of the sampled tokens, and below for \d+%, as those of another model with", line
+    )
+    assert "with top_p=0.9, or of another state of this one. The policy's ratio" in line
+    assert SAID not in caplog.text
+
+
+def test_tokens_of_others_do_not_count_in_what_they_look_like(tiny_model, tmp_path, recorded, caplog):
+    """Whose log-probabilities are 0."""
+    rows = changed_logps(rows_of(recorded), lambda logp: logp + 0.1)
+    replayed(tiny_model, tmp_path, written(tmp_path, masked(rows, logprobs=None)), max_steps=1)
+    assert all(text in caplog.text for text in KEPT)
 
 
 # What is rejected
