@@ -69,7 +69,7 @@ from .rollout.rows import (
     rows_of_steps,
 )
 from .rollout.scored import count_failures, recorded_rewards
-from .rollout.signals import saving_on_interrupt
+from .rollout.signals import SaveOnInterrupt
 from .rollout.skipped_steps import SkippedSteps
 
 
@@ -308,7 +308,7 @@ class OPOTrainer(GRPOTrainer):
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
             del self.plan  # another call may have other arguments
-        with saving_on_interrupt(self):
+        with SaveOnInterrupt(self):
             return super().train(found, *args, **kwargs)
 
     @cached_property
@@ -333,17 +333,16 @@ class OPOTrainer(GRPOTrainer):
             self.control.should_training_stop = True
             return
         is_first = named["epoch"] == named["epochs_trained"]
-        ahead = -self._step % self.args.micro_steps_per_rollout  # micro-steps before the next rollout
         if self._sampler is not None:
-            # Transformers counts in optimizer steps, which may have had other prompts than now.
+            # Transformers skips what it takes for trained, counted in optimizer steps of this run's size.
             skipped = named["steps_trained_in_current_epoch"] if is_first else 0
-            self._sampler.begin(**self._place, unread=skipped + ahead)
+            self._sampler.begin(**self._place, skipped=skipped)
         elif not has_length(self.train_dataset):
             if is_first:  # Transformers takes all steps so far for steps of the first pass
                 rollouts = self._place["prompts"] // self.args.prompts_per_rollout
-                steps = rollouts * self.args.micro_steps_per_rollout - ahead
+                left = -self._step % self.args.micro_steps_per_rollout  # of the current rollout
                 named |= dict.fromkeys(("epoch", "epochs_trained"), self._place["epoch"])
-                named["steps_trained_in_current_epoch"] = steps
+                named["steps_trained_in_current_epoch"] = rollouts * self.args.micro_steps_per_rollout - left
             else:
                 self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
                 named["epoch"] = self._place["epoch"]

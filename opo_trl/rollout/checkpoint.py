@@ -252,11 +252,11 @@ def _data_settings(trainer: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def checksum(data: Dataset) -> str:
-    """Checksum of a dataset's prompts, and of the completions that were recorded for them."""
-    names = [name for name in ("prompt", RECORDED) if name in data.column_names]
+    """Checksum of the prompts of a dataset; of recorded rollouts, of everything."""
+    names = data.column_names if RECORDED in data.column_names else ["prompt"]
     content = _Checksum()
     pickler = pickle.Pickler(content)
-    pickler.fast = True  # it writes no references between equal objects, so equal rows are equal bytes
+    pickler.fast = True  # it writes no references to earlier objects, so equal rows are equal bytes
     for rows in data.select_columns(names).with_format(None).iter(batch_size=1000):
         pickler.dump(rows)
     return f"{content.value:08x}"
@@ -287,38 +287,50 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     if has_shards and saved["processes"] != own["processes"]:
         said = f"{folder!r} holds shards of {saved['processes']} processes, but this run has {own['processes']}"
         raise ValueError(f"{said}. Set `num_processes` to {saved['processes']}.")
-    how, instead = "", None
+    reason, fix = "", None
     if state["position"] > 0:
-        how, instead = "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
+        reason, fix = "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
     elif trainer.args.max_staleness and state["replay"]:
-        how, instead = "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
-    wanted = dict(saved)
-    if completions(saved) == completions(own):
-        wanted |= {name: own[name] for name in CUT}
-    elif instead:
-        wanted |= {name: own[name] for name in CUT[:2]} | fitting(saved, own)
-    if saved["optimizer"] == own["optimizer"]:  # `adamw_torch` and `adamw_torch_fused`, for example
-        wanted["optim"] = own["optim"]
-    # Another release of PEFT may have other entries.
-    differing = [name for name in own if wanted.get(name, own[name]) != own[name]]
+        reason, fix = "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
+    expected = _expected(saved, own, same_sizes=fix is not None)
+    # Another release of PEFT may have entries that the checkpoint lacks.
+    differing = [name for name in own if expected.get(name, own[name]) != own[name]]
     lasting = [name for name in differing if name in LASTING or name.startswith("peft_config.")]
     resized = [name for name in differing if name in (*CUT, "num_iterations", "num_generations")]
     if own["train_dataset.rows"] is None:
         lasting += resized  # a place in a stream is a number of rollouts
     if lasting:
-        differing, how, instead = lasting, "", "set `model_name_or_path` to it to start from its weights"
-    elif resized and not instead and trainer.args.max_steps <= 0:
-        differing, instead = resized, "set `max_steps`, as an epoch has another number of optimizer steps"
-    data = "rollouts" if trainer.args.rollouts else "train_dataset"
-    labels = {name: name.replace("train_dataset", data) for name in differing}
-    there, here = (", ".join(f"{labels[name]}={each[name]!r:.200}" for name in differing) for each in (wanted, own))
-    if differing and instead:
-        fix = "Use the same data" if any("train_dataset." in name for name in differing) else f"Set {there}"
-        raise ValueError(f"{folder!r} {how}goes on with {there}, but this run has {here}. {fix}, or {instead}.")
+        differing, reason, fix = lasting, "", "set `model_name_or_path` to it to start from its weights"
+    elif resized and fix is None and trainer.args.max_steps <= 0:
+        differing, fix = resized, "set `max_steps`, as an epoch has another number of optimizer steps"
     if differing:
-        said = f"The run goes on with {here} in place of {there}"
-        logger.warning_once(f"{folder!r}: {said}, so it is no longer a single trajectory.")
+        data = "rollouts" if trainer.args.rollouts else "train_dataset"
+        labels = {name: name.replace("train_dataset", data) for name in differing}
+        there, here = (
+            ", ".join(f"{label}={values[name]!r:.200}" for name, label in labels.items()) for values in (expected, own)
+        )
+        if fix is not None:
+            first = "Use the same data" if any("train_dataset." in name for name in differing) else f"Set {there}"
+            raise ValueError(f"{folder!r} {reason}goes on with {there}, but this run has {here}. {first}, or {fix}.")
+        message = f"The run goes on with {here} in place of {there}, so it is no longer a single trajectory"
+        logger.warning_once(f"{folder!r}: {message}.")
     return {**state, "position": moved(state["position"], saved, own)}
+
+
+def _expected(saved: Mapping[str, Any], own: Mapping[str, Any], *, same_sizes: bool) -> dict[str, Any]:
+    """
+    The settings with which a checkpoint goes on. Its processes, micro-batches and the form of its optimizer may be
+    others: they are this run's, where all else stays the same. With `same_sizes`, each optimizer step and rollout has
+    to keep its completions; a `ValueError` if it cannot.
+    """
+    cut = {}
+    if completions(saved) == completions(own):
+        cut = {name: own[name] for name in CUT}
+    elif same_sizes:
+        cut = {name: own[name] for name in CUT[:2]} | fitting(saved, own)
+    # `adamw_torch` and `adamw_torch_fused`, for example, are of the same class.
+    form = {"optim": own["optim"]} if saved["optimizer"] == own["optimizer"] else {}
+    return {**saved, **cut, **form}
 
 
 class MovingReference:

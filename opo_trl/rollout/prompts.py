@@ -39,18 +39,18 @@ def next_place(place: Mapping[str, int], count: int, n_prompts: float) -> dict[s
 class EpochSampler(RepeatSampler):
     """TRL's RepeatSampler, which would begin with the first epoch's order wherever a run is resumed."""
 
-    epoch = prompts = unread = 0  # of the next iteration
+    epoch = prompts = skipped = 0  # of the next iteration
 
-    def begin(self, epoch: int, prompts: int, *, unread: int) -> None:
+    def begin(self, epoch: int, prompts: int, *, skipped: int) -> None:
         """
-        Begin the next iteration in an epoch, after some of its prompts. `unread` micro-steps come before that, whose
-        prompts nobody reads.
+        Begin the next iteration in an epoch, after some of its prompts. The first `skipped` micro-steps come in
+        addition: nobody reads their prompts.
         """
-        self.epoch, self.prompts, self.unread = epoch, prompts, unread
+        self.epoch, self.prompts, self.skipped = epoch, prompts, skipped
 
     def __iter__(self) -> Iterator[int]:
-        unread = itertools.repeat(0, self.unread * self.batch_size * self.mini_repeat_count)
-        yield from itertools.islice(itertools.chain(unread, self._samples()), len(self))
+        skipped = itertools.repeat(0, self.skipped * self.batch_size * self.mini_repeat_count)
+        yield from itertools.islice(itertools.chain(skipped, self._samples()), len(self))
 
     def _samples(self) -> Iterator[int]:
         """Prompts from the place on, epoch after epoch; of an incomplete rollout none."""

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -17,12 +16,6 @@ import torch
 from transformers import TrainerCallback
 
 from .checkpoint import last_complete
-
-
-def saving_on_interrupt(trainer: Any) -> AbstractContextManager:
-    """[`SaveOnInterrupt`], unless such a context is active already."""
-    active = any(isinstance(callback, SaveOnInterrupt) for callback in trainer.callback_handler.callbacks)
-    return nullcontext() if active else SaveOnInterrupt(trainer)
 
 
 class SaveOnInterrupt(TrainerCallback):
@@ -55,7 +48,7 @@ class SaveOnInterrupt(TrainerCallback):
             signal.raise_signal(self._received)
 
     def _handled(self) -> Sequence[int]:
-        """The signals to handle: of Python's defaults, and where Python allows it."""
+        """Signals that this context handles: none in place of a handler of one's own, or where Python forbids it."""
         is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         return [signal.SIGINT] if is_default and threading.current_thread() is threading.main_thread() else []
 

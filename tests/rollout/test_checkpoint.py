@@ -333,19 +333,22 @@ def test_micro_batches_may_change_inside_a_rollout(copy: Path, tiny_model: str):
 
 def test_log_does_not_depend_on_micro_batches_after_the_checkpoint(tiny_model: str, tmp_path: Path):
     """
-    Here, of the second optimizer step, in which no sample has a gradient: one is computed, in place of those that the
-    checkpoint lacks. An entry of the log covers both steps, which have another number of micro-batches.
+    Here, no sample has a gradient. The second optimizer step computes one, in place of those that the checkpoint
+    lacks. An entry of the log covers three steps, of which the first has another number of micro-batches.
     """
-    options = {"num_iterations": 2, "max_steps": 2, "logging_steps": 2, "skip_inert_rows": True, "objective": "grpo"}
+    options = {"steps_per_generation": 4, "num_iterations": 2, "max_steps": 3, "logging_steps": 3}
+    options |= {"skip_inert_rows": True, "objective": "grpo"}
 
-    def run(resume: str | None = None, **cut) -> dict:
-        trainer = make_trainer(tiny_model, tmp_path, script=Script([1.0]), **options, **cut)
+    def run(resume: str | None = None, **changed) -> dict:
+        trainer = make_trainer(tiny_model, tmp_path, script=Script([1.0]), **options | changed)
         trainer.train(resume_from_checkpoint=resume)
         return without_times(logged(trainer)[-1])
 
     whole = run(save_strategy="steps", save_steps=1)
-    moved = run(str(tmp_path / "checkpoint-1"), per_device_train_batch_size=1, gradient_accumulation_steps=8)
-    assert [whole[f"opo/{name}"] for name in ("frac_skipped", "frac_masked", "pass")] == [1, 0, 1.5]
+    cut = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    moved = run(str(tmp_path / "checkpoint-1"), **cut)
+    assert [whole[f"opo/{name}"] for name in ("frac_skipped", "frac_masked")] == [1, 0]
+    assert whole["opo/pass"] == pytest.approx(4 / 3)
     assert {**moved, "entropy": whole["entropy"]} == whole
 
 

@@ -39,7 +39,6 @@ def test_every_process_gets_as_many_samples_of_a_step():
     # A filler is not trained, and counts in the log as the sample that it replaces.
     assert [step["opo_valid"].tolist() for step in steps] == [[True, False]] * 3
     assert [step["opo_counts"].tolist() for step in steps] == [[True, True], [True, False], [True, True]]
-    assert [step["importance_sampling_ratio"].tolist() for step in steps] == [[[0], [1]]] * 3
     assert all("opo_shape" not in step for step in steps)
 
 

@@ -262,7 +262,7 @@ def test_prompts_after_a_place_are_those_that_the_data_loader_takes(shuffle):
     sampler = EpochSampler(range(23), mini_repeat_count=2, batch_size=5, repeat_count=3, shuffle=shuffle, seed=7)
     place, asked, taken = {"epoch": 0, "prompts": 0}, [], []
     for epoch in range(3):
-        sampler.begin(epoch, 0, unread=0)
+        sampler.begin(epoch, 0, skipped=0)
         indices = []
         for index in sampler:
             if len(indices) % 30 == 0:

@@ -1,6 +1,8 @@
 """The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
 
 import pytest
+from helpers import PROMPTS, even_tokens, trained
+from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl.rollout.prompts import EpochSampler, PromptStream
@@ -16,6 +18,27 @@ def test_prompts_have_the_order_of_trl():
     assert epochs[0] != epochs[1]
     plain = {**arguments, "shuffle": False}
     assert list(EpochSampler(range(10), **plain)) == list(RepeatSampler(range(10), **plain))
+
+
+class EndsEpoch(TrainerCallback):
+    """Ends the first epoch after its second step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 2
+
+
+def test_the_next_epoch_follows_one_that_a_callback_ends(tiny_model, tmp_path):
+    asked: list[int] = []
+
+    def reward(prompts, **columns):
+        asked.extend(PROMPTS.index(prompt) for prompt in dict.fromkeys(prompts))
+        return even_tokens(**columns)
+
+    arguments = {"reward_funcs": reward, "rollout_func": None, "callbacks": [EndsEpoch()]}
+    trained(tiny_model, tmp_path, trainer_arguments=arguments, max_steps=6)  # two prompts in a rollout, for a step
+    order = RepeatSampler(range(8), mini_repeat_count=1, seed=42)
+    first, second = [*order], [*order]
+    assert asked == first[:4] + second
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -47,6 +47,7 @@ def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_mode
     trainer = trained(tiny_model, tmp_path, **options)
     assert not any("old_per_token_logps" in batch for step in trainer.steps for batch in step.batches)
     assert [entry["opo/log_ratio/absmax"] for entry in logged(trainer)] == [0, 0]
+    assert [entry["opo/pass"] for entry in logged(trainer)] == [1.5, 1.5]
 
 
 def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
