@@ -298,11 +298,12 @@ class OPOTrainer(GRPOTrainer):
         check_trainable(self.model, self.optimizer)
         found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if found is None else checkpoint.check_resumable(self, found)
-        # Whether the checkpoint spends `max_completions`
+        # Whether the checkpoint spends `max_completions`; and micro-steps of its last rollout that are over
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
+        self._resumed_position = 0 if state is None else state["position"]
         self._begin()
         if state is not None:
-            checkpoint.go_to_place(self, state)
+            self._place = checkpoint.place_of(state)  # the rest is restored when the first prompts have been loaded
         self._settings = checkpoint.settings(self)  # before a callback changes them
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
@@ -340,7 +341,7 @@ class OPOTrainer(GRPOTrainer):
         elif not has_length(self.train_dataset):
             if is_first:  # Transformers takes all steps so far for steps of the first pass
                 rollouts = self._place["prompts"] // self.args.prompts_per_rollout
-                left = -self._step % self.args.micro_steps_per_rollout  # of the current rollout
+                left = -self._resumed_position % self.args.micro_steps_per_rollout  # of the last rollout
                 named |= dict.fromkeys(("epoch", "epochs_trained"), self._place["epoch"])
                 named["steps_trained_in_current_epoch"] = rollouts * self.args.micro_steps_per_rollout - left
             else:

@@ -154,7 +154,7 @@ def restore(trainer: Any, folder: Path) -> None:
     if saved["processes"] != own["processes"]:  # Transformers restores the states of some processes
         seeds = np.random.SeedSequence((args.seed, trainer.state.global_step, process))
         set_seed(int(seeds.generate_state(1)[0]))
-    go_to_place(trainer, state)
+    trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
     trainer._buffered_inputs = send_to_device(state["buffer"], device)
     if changed and state["buffer"] is not None:
         trainer._buffered_inputs = trainer._cut_again(trainer._buffered_inputs)
@@ -176,12 +176,6 @@ def restore(trainer: Any, folder: Path) -> None:
             logs[name].extend(kept)
 
 
-def go_to_place(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Continue with the rollout and the prompts of a state: before the first step, which prompts are loaded."""
-    trainer._step = state["rollout"] * trainer.args.micro_steps_per_rollout + state["position"]
-    trainer._place = json.loads(state["plain"])["numbers"]["_place"]
-
-
 def _numbers(trainer: Any) -> dict[str, tuple[Any, str]]:
     """Name of each number of the state, and of which object it is an attribute."""
     names = [*trainer._saved_numbers, *(["_prompt_stream.position"] if trainer.args.max_sampling_rounds > 1 else [])]
@@ -200,6 +194,11 @@ def has_spent_budget(args: OPOConfig, state: Mapping[str, Any]) -> bool:
     generated = json.loads(state["plain"])["numbers"]["completions_generated"]
     spent = args.max_completions is not None and generated >= args.max_completions
     return spent and needs_rollout(args, state["position"])
+
+
+def place_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Place in the data, an epoch and how many of its prompts have been taken, of a checkpoint with this state."""
+    return json.loads(state["plain"])["numbers"]["_place"]
 
 
 def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:

@@ -108,7 +108,8 @@ class Recorded:
         if self.are_compared:
             return
         tokens = torch.stack([recorded, own, entropies])[:, mask].double().cpu().numpy()
-        parts = gather_object([(tokens, token_sum(own - recorded, mask).double().cpu())])
+        of_completions = token_sum(own - recorded, mask)[mask.any(dim=1)]
+        parts = gather_object([(tokens, of_completions.double().cpu())])
         cuts = {f"{name}={value:g}" for row in self.samples for name, value in cuts_of(row).items()}
         of_all = np.concatenate([of_process for of_process, _ in parts], axis=1)
         found = compare(*of_all, temperature=trainer.temperature, cut=", ".join(sorted(cuts)))
@@ -118,7 +119,7 @@ class Recorded:
         log_ratios = torch.cat([of_process for _, of_process in parts])
         median, ess = log_ratios.median().exp(), ratio_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
         said = f"rollouts={trainer.args.rollouts!r}: the log-probabilities {found.difference}, {found.cause}"
-        ratios = f"The policy's ratio to a completion is {median:.1g} in the median, and their ESS {ess:.0%}"
+        ratios = f"The ratio of a completion is {median:.1g} in the median, the effective sample size (ESS) {ess:.0%}"
         if found.fix:
             logger.warning(f"{said}. {ratios}. {found.fix}.")
         else:

@@ -396,8 +396,8 @@ def changed_logps(rows: list[dict], change) -> list[dict]:
 
 
 SAID = "the log-probabilities"
-FILLED_IN = [f"{SAID} are exactly 0 for 100% of the sampled tokens", "Set `rollouts_model`", "and their ESS "]
-KEPT = [f"{SAID} are above the policy's for 100% of the sampled tokens", "Set `rollouts_model`", "and their ESS "]
+FILLED_IN = [f"{SAID} are exactly 0 for 100% of the sampled tokens", "(ESS) ", "Set `rollouts_model`"]
+KEPT = [f"{SAID} are above the policy's for 100% of the sampled tokens", "(ESS) ", "Set `rollouts_model`"]
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_another_model_gets_a_line_of_information(tiny_model, tmp_path, recorded
     assert re.search(
         r"above .* for \d+% of the sampled tokens, and below for \d+%, as those of another model with", line
     )
-    assert "with top_p=0.9, or of another state of this one. The policy's ratio" in line
+    assert "with top_p=0.9, or of another state of this one. The ratio" in line
     assert SAID not in caplog.text
 
 

@@ -97,12 +97,11 @@ def test_those_of_the_policy_agree_also_in_bfloat16(name, temperature, half):
         assert 0 < np.mean(recorded == 0) < 1  # of a sure model, which has real zeros
 
 
-@pytest.mark.parametrize("name", ["random", "arithmetic"])
 @pytest.mark.parametrize("cuts", [{"top_p": 0.9}, {"top_p": 0.95}, {"min_p": 0.1}, {"top_k": 20}], ids=str)
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(("name", "temperature"), [("random", 0.7), ("random", 1.0), ("arithmetic", 1.0)])
 def test_those_of_kept_tokens_are_truncated_sampling(name, cuts, temperature):
-    if name == "arithmetic" and ("top_k" in cuts or temperature != 1.0):
-        pytest.skip("leaves out next to nothing")
+    if name == "arithmetic" and "top_k" in cuts:  # it has 16 tokens, and hardly ever a choice between three
+        cuts = {"top_k": 2}
     found = seen(name, at=temperature, said=temperature, run=temperature, **cuts)
     assert "truncated sampling keeps (`top_p`" in found.cause
     assert "below for hardly any" in found.difference
@@ -118,7 +117,7 @@ def test_those_of_another_temperature_have_another_slope(name, temperature):
         estimate, _, rest = found.cause.removeprefix("as those at a temperature near ").partition(" ")
         assert float(estimate) == pytest.approx(near, rel=0.15)
         assert rest == f"instead of {instead:g}"
-        assert "Set `temperature`" in found.fix
+        assert "or set `temperature`" in found.fix
 
 
 @pytest.mark.parametrize("name", ["random", "arithmetic"])
@@ -143,6 +142,15 @@ def test_those_of_another_model_are_fine(by, name, temperature):
     found = seen(name, by=by, at=temperature, said=temperature, run=temperature)
     assert found == Finding(found.difference, "as those of another model, or of another state of this one", "")
     assert "above the policy's for" in found.difference
+
+
+def test_a_few_tokens_far_off_are_no_temperature():
+    """Of a sure model that has learned otherwise: they are on a line, and all others at one end of it."""
+    draw = np.random.default_rng(0)
+    own = np.concatenate([-draw.exponential(0.01, 2000), draw.uniform(-8, -1, 60)])
+    entropies = np.concatenate([draw.exponential(0.05, 2000), np.full(60, 0.5)])
+    recorded = np.concatenate([0.1 * own[:2000], 0.35 * own[2000:]])
+    assert "another model" in compare(recorded, own, entropies, temperature=1.0, cut="").cause
 
 
 def test_zeros_of_a_sure_model_are_not_filled_in():
