@@ -13,6 +13,8 @@ A step, in its order:
    does not depend on how they are split into micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`).
+
+Overrides pass on keywords that they do not know (`named`): a later release of TRL may have more.
 """
 
 import math
@@ -28,7 +30,7 @@ from typing import Any, cast
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from .trl import MULTIMODAL_KEYS, check_replaced, temporarily  # isort: skip
+from .trl import MULTIMODAL_KEYS, check_replaced, temporarily, untested  # isort: skip
 
 import numpy as np
 import torch
@@ -55,6 +57,7 @@ from .objectives import GRPO, objective_named
 from .rewards.checked import checked
 from .rollout import adapter, checkpoint, padding, reference, sampling, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
+from .rollout.first_step import NO_CHECKS, FirstStep
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
@@ -62,6 +65,7 @@ from .rollout.prefetch import Prefetch
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts, next_place
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import (
+    carried,
     completion_tokens,
     equal_rewards,
     gather_samples,
@@ -238,7 +242,8 @@ class OPOTrainer(GRPOTrainer):
     def _begin(self) -> None:
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
         args, accelerator = self.args, self.accelerator
-        self._step, self._buffered_inputs = 0, None
+        self._step = 0
+        self._cut_pass: Any = None  # micro-batches of each call of `training_step` in the current pass
         if self._prefetch is not None:
             self._prefetch.drop()
         self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
@@ -258,6 +263,7 @@ class OPOTrainer(GRPOTrainer):
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
         self._skips_pass = False  # whether to leave out TRL's next pass over the rollout
+        self._first_step: FirstStep | None = FirstStep(self) if untested() else None
         self._n_prompts: float = math.inf  # of a stream
         if has_length(self.train_dataset):
             self._n_prompts = n_prompts = len(cast(Dataset, self.train_dataset))
@@ -279,6 +285,11 @@ class OPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _checks(self) -> FirstStep:
+        """Checks of the first rollout and optimizer step that train, with releases that have not been tested."""
+        return self._first_step if self._first_step is not None and self._mode == "train" else NO_CHECKS
 
     @property
     def _replays_recorded(self) -> bool:
@@ -351,15 +362,15 @@ class OPOTrainer(GRPOTrainer):
         if self.control.should_epoch_stop and self._sampler is not None:  # a callback drops the rest of the epoch
             self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
 
-    def _get_train_sampler(self, dataset=None):
+    def _get_train_sampler(self, dataset=None, **named):
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
-            self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset))
+            self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset, **named))
         return self._sampler
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
+    def get_batch_samples(self, epoch_iterator, num_batches, device, **named):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        return super().get_batch_samples(epoch_iterator, num_batches, device, **named)
 
     def _prompts_of_next_rollout(self) -> list[list[int]] | None:
         """Tokens of the next rollout's prompts, of all processes; `None` in an evaluation, and in the last rollout."""
@@ -375,10 +386,11 @@ class OPOTrainer(GRPOTrainer):
 
     # 2. A rollout
 
-    def _generate(self, prompts: list):
+    def _generate(self, prompts: list, **named):
         training = self.model.training
-        with self._clock.phase("generate"), self._sampled_by_its_fields():
-            generated = super()._generate(prompts)
+        with self._clock.phase("generate"), self._sampled_by_its_fields(), self._checks.generating(prompts):
+            generated = super()._generate(prompts, **named)
+        self._checks.note_generated(generated)
         if self.args.save_rollouts:
             self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
@@ -446,6 +458,8 @@ class OPOTrainer(GRPOTrainer):
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
+        self._checks.check_rollout(inputs, rollout, rewards, completion_ids)
+        rollout = carried(rollout)
         n_local = len(rollout["advantages"])
         own = slice(self.accelerator.process_index * n_local, (self.accelerator.process_index + 1) * n_local)
         is_rounding = rollout["advantages"].abs() <= self._rounding_of_advantages(rewards)[own]
@@ -528,7 +542,7 @@ class OPOTrainer(GRPOTrainer):
         logps = self._logps_of_trl
         if batch_size is not None and self._planner.plans:
             logps = partial(self._planner.score, logps)
-        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
 
     def _logps_of_trl(self, model, *inputs, **options):
         if self._takes_positions:
@@ -536,12 +550,13 @@ class OPOTrainer(GRPOTrainer):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, **named):
         known = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
         if known is not None:
             return self.accelerator.gather(known.to(self.accelerator.device))
-        with self._clock.phase("score"), checked(self):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        with self._clock.phase("score"), checked(self), self._checks.scoring():
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
+        self._checks.check_rewards(rewards, completion_ids_list)
         if self._mode == "train":  # the log and the limit cover training only
             for kind, count in count_failures(self.reward_funcs, len(completions), self.accelerator).items():
                 self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
@@ -678,9 +693,8 @@ class OPOTrainer(GRPOTrainer):
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
             steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
-            self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
-        buffered: Any = self._buffered_inputs
-        return buffered[place]
+            self._cut_pass = self._micro_batches(steps, 0 if has_moved else until_update)
+        return self._cut_pass[place]
 
     def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
@@ -692,6 +706,12 @@ class OPOTrainer(GRPOTrainer):
             rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale.item())}
         return rows
 
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the loss is that of this class: a subclass's may be a mean, and count on as many micro-batches."""
+        losses = type(self).compute_loss, type(self)._compute_loss
+        return losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
+
     @cached_property
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
@@ -699,21 +719,24 @@ class OPOTrainer(GRPOTrainer):
             zero_stage >= 2 or self.is_fsdp_enabled or getattr(self, "is_distributed_loading_by_transformers", False)
         )
         policy = self.accelerator.unwrap_model(self.model)
-        # A subclass's loss may be a mean, and count on `gradient_accumulation_steps` micro-batches.
-        losses = type(self).compute_loss, type(self)._compute_loss
-        plans = self.args.plan_micro_batches and losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
         return Planner(
             self.args,
             self.accelerator,
             communicates=sharded,
             balance=None if self.aux_loss_enabled else shared_prompts.balance(policy),
             # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
-            plans=plans and self.pad_to_multiple_of is None and self._any_width is not False,
+            plans=(
+                self.args.plan_micro_batches
+                and self._has_own_loss
+                and self.pad_to_multiple_of is None
+                and self._any_width is not False
+            ),
         )
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
         self._check_padding(*_whole(steps[0]))
+        self._checks.check_logps(steps[0])
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
         for rows, policy in zip(steps, on_policy, strict=True):
@@ -735,7 +758,9 @@ class OPOTrainer(GRPOTrainer):
             if self.beta != 0.0 and not self._skipped.moved_at:
                 # As long as the policy is the reference, their difference is only rounding in any other shape.
                 for micro_batch in cut:
+                    of_trl = micro_batch["ref_per_token_logps"]
                     micro_batch["ref_per_token_logps"] = self._reference_pass(micro_batch)
+                    self._checks.check_reference(of_trl, micro_batch)
             # The last call of an optimizer step gets at least one: in its backward pass processes exchange gradients.
             planned += spread(cut, n_batches)
         return planned
@@ -750,7 +775,7 @@ class OPOTrainer(GRPOTrainer):
 
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that a plan can leave out, as TRL's options give them no gradient either."""
-        alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        alone = self.beta == 0.0 and not self.args.entropy_coef and not self.aux_loss_enabled
         if not (alone and self.args.skip_inert_rows):
             return torch.zeros_like(rows["opo_idle"])
         # Log-probabilities of an override may be those of another policy.
@@ -759,7 +784,7 @@ class OPOTrainer(GRPOTrainer):
         never = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask, moved=True)
         return never | (rows["opo_idle"] & unmoved)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch=None, **named):
         """
         Draw micro-batches; of each, one call of `compute_loss` and one backward pass. Returns the sum of their losses.
         """
@@ -772,10 +797,10 @@ class OPOTrainer(GRPOTrainer):
         with without_exchange(self, model):
             for micro_batch in micro_batches[:-1]:
                 # Transformers' step: TRL's also counts its calls.
-                loss += super(GRPOTrainer, self).training_step(model, micro_batch, num_items_in_batch)
+                loss += super(GRPOTrainer, self).training_step(model, micro_batch, num_items_in_batch, **named)
         self._current_train_step_time += time.perf_counter() - began
         if micro_batches:
-            loss += super().training_step(model, micro_batches[-1], num_items_in_batch)
+            loss += super().training_step(model, micro_batches[-1], num_items_in_batch, **named)
         else:  # all samples of the optimizer step are in its other calls
             self._step += 1
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
@@ -793,7 +818,7 @@ class OPOTrainer(GRPOTrainer):
 
     # 4. The loss
 
-    def _compute_loss(self, model, inputs: Any) -> Tensor:
+    def _compute_loss(self, model, inputs: Any, **_) -> Tensor:
         """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
@@ -814,7 +839,10 @@ class OPOTrainer(GRPOTrainer):
             self._log_step(reports)  # an optimizer step that a callback interrupts keeps its own
             return loss / len(losses)
         self._reports += reports
-        return loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
+        loss = loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
+        if self._has_own_loss:
+            self._checks.note_backward(loss)
+        return loss
 
     def _sample_losses(self, inputs: Any, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
         """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
@@ -831,8 +859,8 @@ class OPOTrainer(GRPOTrainer):
         still = idle & (inputs["opo_step"] >= self._skipped.moved_at)
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
         losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + kl_losses)
-        if self._entropy_bonus_enabled:
-            losses = policy_losses - self.entropy_coef * token_mean(entropies, steering)
+        if self.args.entropy_coef:
+            losses = policy_losses - self.args.entropy_coef * token_mean(entropies, steering)
         tokens, entropy = mask.sum(dim=1), torch.where(mask, entropies, 0.0).sum(dim=1)
         return losses, SampleReport.of(samples, loss, kl=kl, policy_loss=policy_losses, tokens=tokens, entropy=entropy)
 
@@ -896,7 +924,7 @@ class OPOTrainer(GRPOTrainer):
         samples = SampleReport.gather(reports, self.accelerator)
         metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}
         metrics |= metrics_of_samples(
-            samples, self.policy_objective, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled
+            samples, self.policy_objective, kl=self.beta != 0.0, bonus=self.args.entropy_coef != 0.0
         )
         for name, value in metrics.items():
             self._append(mode, name, value)
@@ -905,7 +933,7 @@ class OPOTrainer(GRPOTrainer):
         if not (name.startswith("opo/") and math.isnan(value)):  # TRL would log None
             self._metrics[mode][name].append(value)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None, **named) -> None:
         if "grad_norm" in logs:
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
@@ -916,7 +944,7 @@ class OPOTrainer(GRPOTrainer):
                 metrics[kind].append(count)
             self._reward_failures = dict.fromkeys(self._reward_failures, 0)
             metrics["opo/skipped_steps"].append(self._skipped.total)
-        super().log(logs, start_time)
+        super().log(logs, start_time, **named)
 
     # End of a step
 
@@ -925,8 +953,10 @@ class OPOTrainer(GRPOTrainer):
         """Whether the next optimizer step needs a new rollout."""
         return checkpoint.needs_rollout(self.args, self._step)
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
+    def _get_grad_norm(self, model, grad_norm=None, **named):
+        self._checks.check_step(self._window_start)
+        self._first_step = None
+        norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *args, **named):
@@ -942,28 +972,31 @@ class OPOTrainer(GRPOTrainer):
 
     # 6. A checkpoint: saving and loading, in the order of Transformers
 
-    def _save_checkpoint(self, model, trial):
+    def _save_checkpoint(self, model, trial, **named):
         with checkpoint.saving(self, trial):
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial, **named)
 
-    def _save_rng_state(self, output_dir: str):
-        super()._save_rng_state(output_dir)
+    def _save_rng_state(self, output_dir: str, **named):
+        super()._save_rng_state(output_dir, **named)
         folder = Path(output_dir)
         torch.save(checkpoint.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
         if self.args.sync_ref_model:
             checkpoint.MovingReference(self).save(folder)
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
-    @torch.no_grad()
-    def _load_rng_state(self, folder: str | None):
-        super()._load_rng_state(folder)
-        if folder is not None:
-            checkpoint.restore(self, Path(folder))
-        if folder is not None and self.args.sync_ref_model:
-            checkpoint.MovingReference(self).load(Path(folder))
+    def _load_rng_state(self, checkpoint: str | None, **named):
+        super()._load_rng_state(checkpoint, **named)
+        if checkpoint is not None:
+            self._restore(Path(checkpoint))
 
-    def _load_best_model(self):
-        super()._load_best_model()
+    @torch.no_grad()
+    def _restore(self, folder: Path) -> None:
+        checkpoint.restore(self, folder)
+        if self.args.sync_ref_model:
+            checkpoint.MovingReference(self).load(folder)
+
+    def _load_best_model(self, **named):
+        super()._load_best_model(**named)
         self._last_loaded_step = -1  # vLLM has the last weights
 
 

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "opo_trl"
 ROOMS = (
     "asynchronous",
     "fields",
+    "contract",
     "trl",
     "objective",
     "objectives",
@@ -26,6 +27,7 @@ ROOMS = (
     "rollout",
     "trainer",
     "report",
+    "selftest",
     "launch",
     "train",
 )
