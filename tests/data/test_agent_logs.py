@@ -53,7 +53,7 @@ def episode(key: str, *, nodes=NODES, reward: float = 1.0, ok: bool = True, trai
         "agent": {"config": {}, "name": "solver", "trainable": trainable},
         "tools": [TOOL],
         "nodes": nodes,
-        "calls": [{"node": 1, "sampling": {"temperature": 0.7}}, {"node": 3, "sampling": {}}],
+        "calls": [{"node": 1, "sampling": {"temperature": 0.7}}, {"node": 3, "sampling": {"top_p": 0.9}}],
         "rewards": {"found": {"score": reward, "weight": 2.0}, "style": {"score": 0.5, "weight": 1.0}},
         "ok": ok,
     }
@@ -80,6 +80,7 @@ def test_verifiers_with_tokens(tmp_path, caplog):
     assert (row["prompt_ids"], row["completion_ids"]) == ([10, 11, 12], [20, 21, 30, 31, 40])
     assert (row["completion_mask"], row["logprobs"]) == ([1, 1, 0, 0, 1], [-0.5, -0.5, 0, 0, -0.5])
     assert row["temperature"] == pytest.approx(0.7)
+    assert (row["top_p"], row["top_k"]) == (0.9, None)
     assert row["completion"] == "done"  # for the check that tokens are of the model's tokenizer
     # Log-probabilities that are not there are not taken for 0.
     lacking = [*NODES[:3], {**NODES[3], "logprobs": []}]

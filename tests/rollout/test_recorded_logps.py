@@ -120,6 +120,10 @@ def test_those_of_another_temperature_have_another_slope(name, temperature):
         assert "or set `temperature`" in found.fix
 
 
+def test_nearly_the_temperature_of_the_run_is_nothing_to_speak_of():
+    assert seen("random", at=0.7, said=0.72, run=0.7) is None
+
+
 @pytest.mark.parametrize("name", ["random", "arithmetic"])
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_exact_zeros_are_filled_in(name, share):
@@ -144,13 +148,35 @@ def test_those_of_another_model_are_fine(by, name, temperature):
     assert "above the policy's for" in found.difference
 
 
-def test_a_few_tokens_far_off_are_no_temperature():
-    """Of a sure model that has learned otherwise: they are on a line, and all others at one end of it."""
+def made(differences, own, entropies) -> Finding | None:
+    return compare(own + differences, own, entropies, temperature=1.0, cut="")
+
+
+def test_what_only_resembles_a_temperature_or_truncated_sampling_is_another_model():
     draw = np.random.default_rng(0)
-    own = np.concatenate([-draw.exponential(0.01, 2000), draw.uniform(-8, -1, 60)])
-    entropies = np.concatenate([draw.exponential(0.05, 2000), np.full(60, 0.5)])
-    recorded = np.concatenate([0.1 * own[:2000], 0.35 * own[2000:]])
-    assert "another model" in compare(recorded, own, entropies, temperature=1.0, cut="").cause
+    own, entropies = draw.normal(-4, 1, 1000), np.full(1000, 4.0)
+    far = np.concatenate([own, np.full(20, -18.0)])
+    surprises = far + 4
+    # Training has made a sure model: of a few tokens, what it has learned is on a line, and others are at one end.
+    sure = np.concatenate([-draw.exponential(0.01, 2000), draw.uniform(-8, -1, 60)])
+    learned = np.concatenate([-0.9 * sure[:2000], -0.65 * sure[2000:]])
+    uneven = np.concatenate([draw.exponential(0.05, 2000), np.full(60, 0.5)])
+    for found in (
+        made(learned, sure, uneven),
+        made(0.3 * surprises + draw.normal(0, 0.25, 1020) * (far > -10), far, np.full(1020, 4.0)),
+        made(np.where(draw.random(1000) < 0.06, -0.2, 0.3), own, entropies),
+        made(-1.0 - own, own, entropies),  # a constant
+    ):
+        assert "another model" in found.cause
+
+
+def test_rounding_that_is_higher_on_average_is_not_truncated_sampling():
+    """As that of log-probabilities in bfloat16 for which tokens were sampled, with any number of tokens."""
+    draw = np.random.default_rng(0)
+    own = draw.normal(-4, 1, 100_000)
+    entropies = 4 + draw.normal(0, 1, 100_000)
+    assert made(draw.normal(0.01, 0.04, 100_000), own, entropies) is None
+    assert made(draw.uniform(0, 1e-4, 100_000), own, entropies) is None  # in float32, and never below
 
 
 def test_zeros_of_a_sure_model_are_not_filled_in():
