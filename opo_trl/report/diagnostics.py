@@ -277,9 +277,12 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
     generated = [value for _, value in finite(log, "completions/generated")]
     found = facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
     value = found[diagnostic.fact]
-    if diagnostic.name == "gradient" and not any(y for _, y in points) and _steps_of(points) >= _FEWEST_STEPS:
-        sentence = f"Gradient norm was exactly 0 in all {len(points):,} entries: nothing was trained."
-        return Verdict(metric, sentence, False, _NO_GRADIENT, points, "above 0", wrong=True)
+    if metric == "grad_norm" and not any(norm for _, norm in finite(log, metric)):
+        if diagnostic.name != "gradient":  # that of some steps is in no proportion to that of others
+            return None
+        if _steps_of(points) >= _FEWEST_STEPS:
+            sentence = f"Gradient norm was exactly 0 in all {len(points):,} entries: nothing was trained."
+            return Verdict(metric, sentence, False, _NO_GRADIENT, points, "above 0", wrong=True)
     if math.isnan(value):
         return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
     side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""

@@ -95,7 +95,7 @@ BROKEN = {
     "entropy up": ({"entropy": at_end(0.05, 0.3)}, "went from 0.05 to 0.3 nats: the policy becomes random"),
     "grad_norm": ({"grad_norm": at_end(3, 300)}, "went from 3 to 300: training becomes unstable"),
     "grad_norm down": ({"grad_norm": at_end(3, 0)}, "went from 3 to 0: it vanished"),
-    "grad_norm always 0": ({"grad_norm": at_end(0, 0)}, "went from 0 to 0: it vanished"),
+    "grad_norm always 0": ({"grad_norm": at_end(0, 0)}, "was exactly 0 in all 40 entries: nothing was trained"),
     "grad_norm off-policy": ({"grad_norm": lambda share, reused: 4 + 196 * reused}, "was 50 times"),
     "opo/escort/ess": ({"opo__escort__ess": at_end(1.3, 1.3)}, "at 1.3: one completion has nearly"),
     "opo/chi2": ({"opo__chi2": lambda share, reused: 0.9 * reused}, "was 0.9: the policy drifts off"),
@@ -126,6 +126,11 @@ def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
     assert re.search(sentence, poor[0].sentence)
     assert case.startswith(poor[0].metric)
     assert poor[0].remedy
+
+
+def test_without_any_gradient_off_policy_steps_have_no_verdict():
+    assert "grad_norm off-policy" in said(scripted())
+    assert "grad_norm off-policy" not in said(scripted(grad_norm=at_end(0, 0)))
 
 
 def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
