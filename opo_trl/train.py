@@ -161,7 +161,7 @@ def run(ready: Run) -> None:
     if args.push_to_hub:
         with temporarily(trainer, create_model_card=lambda *_, **__: None):  # there is one, with accuracies
             trainer.push_to_hub()
-    trainer.end()
+    trainer.accelerator.end_training()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     trainer = ready.trainer
     if "--plan" in argv:
         trainer.accelerator.print(trainer.plan)
-        trainer.end()
+        trainer.accelerator.end_training()
         return 0
     try:
         run(ready)
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:  # the report matters most when a run ends with an error
         if trainer.accelerator.is_main_process:
             write_report(Path(trainer.args.output_dir))
-    # `Trainer.end` has shut the process group down, but its threads and connections live as long as the wrapped model
+    # That has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
     # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.
     del ready, trainer

@@ -52,7 +52,7 @@ class StopOnSignal(SaveOnInterrupt):
         """Wait for the checkpoint: a scheduler may repeat its signal."""
 
     def _end(self) -> None:
-        self.trainer.end()
+        self.trainer.accelerator.end_training()
         raise StoppedBySignal(128 + self._agreed)
 
 
