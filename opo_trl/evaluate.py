@@ -173,8 +173,8 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     scored: list[tuple[list[Any], list[Any], torch.Tensor]] = []  # prompts, completions, rewards of all processes
     outermost = twin._calculate_rewards
 
-    def calculate(inputs, prompts, completions, completion_ids_list):
-        rewards = outermost(inputs, prompts, completions, completion_ids_list)
+    def calculate(inputs, prompts, completions, completion_ids_list, **named):
+        rewards = outermost(inputs, prompts, completions, completion_ids_list, **named)
         scored.append((prompts, completions, rewards))
         return rewards
 

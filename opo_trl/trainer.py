@@ -13,6 +13,8 @@ A step, in its order:
    does not depend on how they are split into micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
 6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`).
+
+Overrides pass on keywords that they do not know (`named`): a later release of TRL may have more.
 """
 
 import math
@@ -238,7 +240,8 @@ class OPOTrainer(GRPOTrainer):
     def _begin(self) -> None:
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
         args, accelerator = self.args, self.accelerator
-        self._step, self._buffered_inputs = 0, None
+        self._step = 0
+        self._cut_pass: Any = None  # micro-batches of each call of `training_step` in the current pass
         if self._prefetch is not None:
             self._prefetch.drop()
         self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
@@ -351,15 +354,15 @@ class OPOTrainer(GRPOTrainer):
         if self.control.should_epoch_stop and self._sampler is not None:  # a callback drops the rest of the epoch
             self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
 
-    def _get_train_sampler(self, dataset=None):
+    def _get_train_sampler(self, dataset=None, **named):
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
-            self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset))
+            self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset, **named))
         return self._sampler
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
+    def get_batch_samples(self, epoch_iterator, num_batches, device, **named):
         # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
         self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
-        return super().get_batch_samples(epoch_iterator, num_batches, device)
+        return super().get_batch_samples(epoch_iterator, num_batches, device, **named)
 
     def _prompts_of_next_rollout(self) -> list[list[int]] | None:
         """Tokens of the next rollout's prompts, of all processes; `None` in an evaluation, and in the last rollout."""
@@ -375,10 +378,10 @@ class OPOTrainer(GRPOTrainer):
 
     # 2. A rollout
 
-    def _generate(self, prompts: list):
+    def _generate(self, prompts: list, **named):
         training = self.model.training
         with self._clock.phase("generate"), self._sampled_by_its_fields():
-            generated = super()._generate(prompts)
+            generated = super()._generate(prompts, **named)
         if self.args.save_rollouts:
             self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
@@ -528,7 +531,7 @@ class OPOTrainer(GRPOTrainer):
         logps = self._logps_of_trl
         if batch_size is not None and self._planner.plans:
             logps = partial(self._planner.score, logps)
-        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
 
     def _logps_of_trl(self, model, *inputs, **options):
         if self._takes_positions:
@@ -536,12 +539,12 @@ class OPOTrainer(GRPOTrainer):
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, **named):
         known = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
         if known is not None:
             return self.accelerator.gather(known.to(self.accelerator.device))
         with self._clock.phase("score"), checked(self):
-            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
         if self._mode == "train":  # the log and the limit cover training only
             for kind, count in count_failures(self.reward_funcs, len(completions), self.accelerator).items():
                 self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
@@ -680,9 +683,8 @@ class OPOTrainer(GRPOTrainer):
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
             steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
-            self._buffered_inputs = self._micro_batches(steps, 0 if has_moved else until_update)
-        buffered: Any = self._buffered_inputs
-        return buffered[place]
+            self._cut_pass = self._micro_batches(steps, 0 if has_moved else until_update)
+        return self._cut_pass[place]
 
     def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
@@ -752,7 +754,7 @@ class OPOTrainer(GRPOTrainer):
 
     def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that a plan can leave out, as TRL's options give them no gradient either."""
-        alone = self.beta == 0.0 and not self._entropy_bonus_enabled and not self.aux_loss_enabled
+        alone = self.beta == 0.0 and not self.args.entropy_coef and not self.aux_loss_enabled
         if not (alone and self.args.skip_inert_rows):
             return torch.zeros_like(rows["opo_idle"])
         # Log-probabilities of an override may be those of another policy.
@@ -761,7 +763,7 @@ class OPOTrainer(GRPOTrainer):
         never = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask, moved=True)
         return never | (rows["opo_idle"] & unmoved)
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch=None, **named):
         """
         Draw micro-batches; of each, one call of `compute_loss` and one backward pass. Returns the sum of their losses.
         """
@@ -774,10 +776,10 @@ class OPOTrainer(GRPOTrainer):
         with without_exchange(self, model):
             for micro_batch in micro_batches[:-1]:
                 # Transformers' step: TRL's also counts its calls.
-                loss += super(GRPOTrainer, self).training_step(model, micro_batch, num_items_in_batch)
+                loss += super(GRPOTrainer, self).training_step(model, micro_batch, num_items_in_batch, **named)
         self._current_train_step_time += time.perf_counter() - began
         if micro_batches:
-            loss += super().training_step(model, micro_batches[-1], num_items_in_batch)
+            loss += super().training_step(model, micro_batches[-1], num_items_in_batch, **named)
         else:  # all samples of the optimizer step are in its other calls
             self._step += 1
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
@@ -789,13 +791,13 @@ class OPOTrainer(GRPOTrainer):
             self._append("train", "opo/pass", float(passes.mean()))
         return loss
 
-    def _prepare_inputs(self, inputs):
+    def _prepare_inputs(self, inputs, **_):
         """What `compute_loss` gets: in training a micro-batch as it is, in an evaluation a rollout of its prompts."""
         return inputs if self._mode == "train" else self._rollout(inputs)
 
     # 4. The loss
 
-    def _compute_loss(self, model, inputs: Any) -> Tensor:
+    def _compute_loss(self, model, inputs: Any, **_) -> Tensor:
         """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
@@ -833,8 +835,8 @@ class OPOTrainer(GRPOTrainer):
         still = idle & (inputs["opo_step"] >= self._skipped.moved_at)
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
         losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + kl_losses)
-        if self._entropy_bonus_enabled:
-            losses = policy_losses - self.entropy_coef * token_mean(entropies, steering)
+        if self.args.entropy_coef:
+            losses = policy_losses - self.args.entropy_coef * token_mean(entropies, steering)
         tokens, entropy = mask.sum(dim=1), torch.where(mask, entropies, 0.0).sum(dim=1)
         return losses, SampleReport.of(samples, loss, kl=kl, policy_loss=policy_losses, tokens=tokens, entropy=entropy)
 
@@ -898,7 +900,7 @@ class OPOTrainer(GRPOTrainer):
         samples = SampleReport.gather(reports, self.accelerator)
         metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}
         metrics |= metrics_of_samples(
-            samples, self.policy_objective, kl=self.beta != 0.0, bonus=self._entropy_bonus_enabled
+            samples, self.policy_objective, kl=self.beta != 0.0, bonus=self.args.entropy_coef != 0.0
         )
         for name, value in metrics.items():
             self._append(mode, name, value)
@@ -907,7 +909,7 @@ class OPOTrainer(GRPOTrainer):
         if not (name.startswith("opo/") and math.isnan(value)):  # TRL would log None
             self._metrics[mode][name].append(value)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, float], start_time: float | None = None, **named) -> None:
         if "grad_norm" in logs:
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
@@ -918,7 +920,7 @@ class OPOTrainer(GRPOTrainer):
                 metrics[kind].append(count)
             self._reward_failures = dict.fromkeys(self._reward_failures, 0)
             metrics["opo/skipped_steps"].append(self._skipped.total)
-        super().log(logs, start_time)
+        super().log(logs, start_time, **named)
 
     # End of a step
 
@@ -927,8 +929,8 @@ class OPOTrainer(GRPOTrainer):
         """Whether the next optimizer step needs a new rollout."""
         return checkpoint.needs_rollout(self.args, self._step)
 
-    def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm)
+    def _get_grad_norm(self, model, grad_norm=None, **named):
+        norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *args, **named):
@@ -944,28 +946,31 @@ class OPOTrainer(GRPOTrainer):
 
     # 6. A checkpoint: saving and loading, in the order of Transformers
 
-    def _save_checkpoint(self, model, trial):
+    def _save_checkpoint(self, model, trial, **named):
         with checkpoint.saving(self, trial):
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(model, trial, **named)
 
-    def _save_rng_state(self, output_dir: str):
-        super()._save_rng_state(output_dir)
+    def _save_rng_state(self, output_dir: str, **named):
+        super()._save_rng_state(output_dir, **named)
         folder = Path(output_dir)
         torch.save(checkpoint.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
         if self.args.sync_ref_model:
             checkpoint.MovingReference(self).save(folder)
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
-    @torch.no_grad()
-    def _load_rng_state(self, folder: str | None):
-        super()._load_rng_state(folder)
-        if folder is not None:
-            checkpoint.restore(self, Path(folder))
-        if folder is not None and self.args.sync_ref_model:
-            checkpoint.MovingReference(self).load(Path(folder))
+    def _load_rng_state(self, checkpoint: str | None, **named):
+        super()._load_rng_state(checkpoint, **named)
+        if checkpoint is not None:
+            self._restore(Path(checkpoint))
 
-    def _load_best_model(self):
-        super()._load_best_model()
+    @torch.no_grad()
+    def _restore(self, folder: Path) -> None:
+        checkpoint.restore(self, folder)
+        if self.args.sync_ref_model:
+            checkpoint.MovingReference(self).load(folder)
+
+    def _load_best_model(self, **named):
+        super()._load_best_model(**named)
         self._last_loaded_step = -1  # vLLM has the last weights
 
 

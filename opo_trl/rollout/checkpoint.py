@@ -126,7 +126,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
         "position": position,
         # Later passes are cut from the samples; this one has been cut.
         "replay": trainer._replay.state_dict() if args.num_iterations > 1 and replays else {},
-        "buffer": trainer._buffered_inputs if position % args.steps_per_generation else None,
+        "buffer": trainer._cut_pass if position % args.steps_per_generation else None,
         "pending_loss": trainer._tr_loss,
         # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because
         # `torch.load` would reject it.
@@ -155,9 +155,9 @@ def restore(trainer: Any, folder: Path) -> None:
         seeds = np.random.SeedSequence((args.seed, trainer.state.global_step, process))
         set_seed(int(seeds.generate_state(1)[0]))
     trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
-    trainer._buffered_inputs = send_to_device(state["buffer"], device)
+    trainer._cut_pass = send_to_device(state["buffer"], device)
     if changed and state["buffer"] is not None:
-        trainer._buffered_inputs = trainer._cut_again(trainer._buffered_inputs)
+        trainer._cut_pass = trainer._cut_again(trainer._cut_pass)
     trainer._replay.load_state_dict(send_to_device(state["replay"], device))
     # The steps since the last log entry count in the next entry, but not in this call's mean loss.
     trainer._tr_loss = state["pending_loss"].to(args.device)

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers import ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.trainer.utils import remove_none_values
 
@@ -24,6 +25,12 @@ _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 class UnfaithfulError(ValueError):
     """A chat template does not render a conversation as the model has read and written it; the message says why."""
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer of a trainer, which may have it in a processor of images and text."""
+    processing = trainer.processing_class
+    return processing.tokenizer if isinstance(processing, ProcessorMixin) else processing
 
 
 def marking_template(tokenizer: Any) -> str:
@@ -53,7 +60,7 @@ def tokenized(
         raise UnfaithfulError("a turn of the assistant is marked as not to be trained on")
     options = {"tools": remove_none_values([*tools]) or None, "chat_template": template}
     options |= trainer.chat_template_kwargs
-    render = partial(_rendered, trainer._tokenizer, options)
+    render = partial(_rendered, tokenizer_of(trainer), options)
     _check_read(render, messages, own)
     _check_thoughts(render, messages, own)
     text = render(messages)
@@ -88,7 +95,7 @@ def tokenized(
 
 def check_prompt(trainer: Any, prompt: Sequence[Any]) -> None:
     """Raise an [`UnfaithfulError`] if a prompt of messages is not all rendered by the run's chat template."""
-    render = partial(_rendered, trainer._tokenizer, trainer.chat_template_kwargs)
+    render = partial(_rendered, tokenizer_of(trainer), trainer.chat_template_kwargs)
     _check_read(render, as_rendered(prompt), own=())
 
 

@@ -83,7 +83,7 @@ class Planner:
         read = self._of_all_processes(torch.cat([lengths, shared_prompts.hashes(rows)[:, None]], dim=1))
         # If any process has images, none cuts: under ZeRO-3 or FSDP each pass is a collective call.
         if read[..., 2].any():
-            return logps(model, input_ids, attention_mask, logits_to_keep, batch_size, **options)
+            return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
         tokens, limits = rows["completion_ids"], self._limits(batch_size)
         # It may be another model than the policy. Where a quantile of entropies decides, those of equal contexts must
         # be equal to the bit, as in rows.

@@ -235,9 +235,11 @@ def _of_place(row: Mapping[str, Any], place: int) -> dict[str, Any]:
 def _check_texts(trainer: Any, samples: Rows) -> None:
     """Check of completions that also have their text that the tokens of most say the same."""
 
+    tokenizer = conversations.tokenizer_of(trainer)
+
     def says(ids: Sequence[int], text: str) -> bool:
         # A server may have cut a block of thinking, half a letter or special tokens out of the text.
-        texts = (text, *(trainer._tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)))
+        texts = (text, *(tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)))
         own, *said = ("".join(each.replace("\ufffd", "").split()) for each in texts)
         return any(own in each for each in said)
 
@@ -270,7 +272,7 @@ def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     Add the tokens of prompts and, where there are none, of completions: a text gets the token that ends a turn. A mask
     leaves out what the chat template does not render as it was.
     """
-    tokenizer, prompts = trainer._tokenizer, trainer.train_dataset["prompt"]
+    tokenizer, prompts = conversations.tokenizer_of(trainer), trainer.train_dataset["prompt"]
     end = tokenizer.eos_token_id
     if isinstance(prompts[0], list):  # a chat template may end a turn by another token
         turns = [*prompts[0], {"role": "assistant", "content": "x"}]
@@ -336,7 +338,8 @@ def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
     with unsharded():
         author = adapter.load(model, field="rollouts_model", trains=False, **{**options, "device_map": None})
     source, revision = adapter.tokenizer_source(model, {})
-    if AutoTokenizer.from_pretrained(source, revision=revision).get_vocab() != trainer._tokenizer.get_vocab():
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
+    if tokenizer.get_vocab() != conversations.tokenizer_of(trainer).get_vocab():
         fix = "Record log-probabilities where completions are written"
         raise ValueError(f"rollouts_model={model!r} has another vocabulary than the model to train. {fix}.")
     process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}

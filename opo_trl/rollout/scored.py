@@ -25,8 +25,8 @@ def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[tuple[torch.Tensor, 
     outermost = trainer._calculate_rewards
     recorded: list[tuple[torch.Tensor, list[list[int]]]] = []
 
-    def calculate(inputs, prompts, completions, completion_ids_list):
-        rewards = outermost(inputs, prompts, completions, completion_ids_list)
+    def calculate(inputs, prompts, completions, completion_ids_list, **named):
+        rewards = outermost(inputs, prompts, completions, completion_ids_list, **named)
         if rewards.isinf().any():
             logger.warning("Infinite rewards count as unscored. Fix the function, or have it return None.")
             rewards = rewards.masked_fill(rewards.isinf(), torch.nan)

@@ -131,7 +131,7 @@ def check(trainer: Trainer) -> None:
         "reference": list(reference.parameters()) if reference else [],
     }
     if isinstance(trainer, OPOTrainer):
-        held |= {"replay": [*trainer._replay.rollouts], "parts of the rollout": trainer._buffered_inputs}
+        held |= {"replay": [*trainer._replay.rollouts], "parts of the rollout": trainer._cut_pass}
     for name, value in held.items():
         elsewhere = {str(each.device) for each in tensors(value)} - {str(args.device)}
         assert not elsewhere, f"{name} on {elsewhere}"
@@ -239,8 +239,8 @@ def assert_resumes_bitwise(model: str, folder: Path, *, at: int, arguments: dict
         assert len(trainer.steps) == trainer.args.max_steps - (at if resume else 0)
         held = {"weights": snapshot(trainer.model), "optimizer": trainer.optimizer.state_dict()}
         held["reference"] = snapshot(trainer.ref_model) if trainer.ref_model else None
-        held |= {"replay": trainer._replay.state_dict(), "rest of the rollout": trainer._buffered_inputs}
-        for rows in [*held["replay"]["rollouts"], *(trainer._buffered_inputs or ())]:
+        held |= {"replay": trainer._replay.state_dict(), "rest of the rollout": trainer._cut_pass}
+        for rows in [*held["replay"]["rollouts"], *(trainer._cut_pass or ())]:
             for part in rows if isinstance(rows, list) else [rows]:
                 part.pop("rollout")  # which `Recording` counts from the beginning of a call
         held |= {"random state": torch.get_rng_state(), "that of the device": torch.cuda.get_rng_state()}

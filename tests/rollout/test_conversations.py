@@ -125,7 +125,7 @@ def test_what_a_template_marks(shared_data, options):
     tokenizer = AutoTokenizer.from_pretrained(shared_data / "Qwen3-1.7B")
     args = SimpleNamespace(rollouts="rows.jsonl")
     trainer = SimpleNamespace(
-        _tokenizer=tokenizer, chat_template_kwargs=options, eos_token_ids=[tokenizer.eos_token_id], args=args
+        processing_class=tokenizer, chat_template_kwargs=options, eos_token_ids=[tokenizer.eos_token_id], args=args
     )
     example = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     prompt = [*example, {"role": "user", "content": "Guess!"}]
@@ -216,7 +216,7 @@ def test_rollouts_of_which_none_can_be_rendered_are_rejected(qwen, tmp_path):
 def test_a_prompt_that_the_template_does_not_render_is_noticed(message):
     """By one that knows no calls."""
     tokenizer = make_tokenizer()
-    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template_kwargs={})
+    trainer = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={})
     check_prompt(trainer, [ASKED, SAID, RESULT])
     with pytest.raises(UnfaithfulError, match=f"of a message of '{message['role']}'"):
         check_prompt(trainer, [ASKED, message, RESULT])
@@ -227,7 +227,8 @@ def test_an_earlier_thought_that_the_template_removes_is_noticed(family):
     """TRL's variant for training keeps it with Qwen3's, but the model has not read it again."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text()
-    trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template_kwargs={}, eos_token_ids=[tokenizer.eos_token_id])
+    ends = [tokenizer.eos_token_id]
+    trainer = SimpleNamespace(processing_class=tokenizer, chat_template_kwargs={}, eos_token_ids=ends)
     tokens = partial(tokenized, trainer, marking_template(tokenizer), [ASKED])
     in_field = {"role": "assistant", "content": "3", "reasoning_content": "hm"}
     for turn in (THOUGHT, in_field):

@@ -195,7 +195,8 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
     )
     assert sorted(seen) == sorted((row["completion"], "2") for row in rows)
     assert run.rollouts[0].advantages.view(2, 4)[:, 0].gt(0).all()
-    assert all(row["completion_ids"][-1] == run._tokenizer.eos_token_id for row in run.train_dataset[RECORDED][0])
+    end = run.processing_class.eos_token_id
+    assert all(row["completion_ids"][-1] == end for row in run.train_dataset[RECORDED][0])
     # Checkpoints do not compare computed log-probabilities, which another number of processes may round otherwise.
     assert settings(run)["train_dataset.checksum"] == checksum(load_rollouts(source, 4))
 
