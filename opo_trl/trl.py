@@ -1,5 +1,6 @@
 """
-What the package needs of TRL itself: a tested release, and TRL's own classes. `tests/test_trl.py` has the names.
+What the package needs of TRL itself: that nothing has replaced its classes, and that the installed release has what
+`contract` lists.
 
 Importing this module checks both, so modules that import private names import it first.
 """
@@ -14,34 +15,44 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from . import contract
+from .contract import KNOWN_KEYS as KNOWN_KEYS
+from .contract import MULTIMODAL_KEYS as MULTIMODAL_KEYS
 
-TESTED = {"trl": SpecifierSet(">=1.16,<1.17"), "transformers": SpecifierSet(">=5.17,<5.25")}
 
-# Entries of a rollout that the model's forward pass takes besides the tokens: images and the like.
-MULTIMODAL_KEYS = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
+TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.17,<5.25", "accelerate": ">=1.13,<1.16", "torch": ">=2.11,<2.16"}
+
+
+def untested() -> dict[str, str]:
+    """The installed release of each library that is outside the tested range."""
+    installed = {name: version(name) for name in TESTED}
+    ranges = {name: SpecifierSet(tested) for name, tested in TESTED.items()}
+    return {name: found for name, found in installed.items() if not ranges[name].contains(found, prereleases=True)}
 
 
 def check() -> None:
     """
-    Check the versions of TRL and Transformers, and that nothing has replaced their classes. Private methods that the
-    trainers override change between releases; another release would train something else, or fail hours into a run.
+    Check that TRL, Transformers and Accelerate are what the trainer overrides and calls ([`contract.examine`]), and
+    that nothing has replaced their classes. One warning says what differs, and which releases have not been tested.
 
     Raises:
-        `ImportError`: a version is outside the tested range, which `OPO_TRL_UNTESTED=1` turns into a warning; or as
+        `ImportError`: a release lacks something, which would fail hours into a run, or train something else; or as
             [`check_replaced`].
     """
-    for name, tested in TESTED.items():
-        installed = version(name)
-        if tested.contains(installed, prereleases=True):
-            continue
-        said = f"opo_trl is tested with {name} {tested}, not with the installed {installed}."
-        if os.environ.get("OPO_TRL_UNTESTED") != "1":
-            raise ImportError(f"{said} `pip install '{name}{tested}'` installs a tested release.")
-        warnings.warn(f"{said} It may train something else. docs/compatibility.md: what to run first.", stacklevel=2)
     check_replaced()
+    verdict, outside = contract.examine(), untested()
+    if verdict.breaks:
+        installed = ", ".join(f"{name} {version(name)}" for name in TESTED)
+        tested = " ".join(f"'{name}{TESTED[name]}'" for name in outside or TESTED)
+        faults = "; ".join(verdict.breaks)
+        raise ImportError(f"opo_trl cannot train with {installed}: {faults}. Run `pip install {tested}`.")
+    notes = [*verdict.differences]
+    if outside:
+        releases = ", ".join(f"{name}{TESTED[name]}, not with {found}" for name, found in outside.items())
+        notes.insert(0, f"opo_trl is tested with {releases}. It checks a run's first rollout and optimizer step.")
+        notes.append("`opo-trl selftest` checks more, in minutes.")
+    if notes and os.environ.get("RANK", "0") == "0":
+        warnings.warn("\n  ".join(notes), stacklevel=2)
 
 
 def check_replaced() -> None:

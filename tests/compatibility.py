@@ -1,11 +1,11 @@
 """
-Before a release: try the oldest, a middle and the newest release of the libraries that the package relies on.
+Before a release: what the contract says of releases of TRL and Transformers, and whether tests or the self-test pass.
 
     python tests/compatibility.py [NAME==VERSION …]    # the table of docs/compatibility.md, or one environment
     python tests/compatibility.py neighbours           # → tests/neighbours.json
 
 Each environment is a temporary one on top of this one, which stays as it is. The last command, and the column of vLLM,
-need uv. Exits with status 1 if anything fails.
+need uv. Exits with status 1 if a release in the tested ranges does not hold, or fails.
 """
 
 import configparser
@@ -17,20 +17,31 @@ import sys
 import sysconfig
 import tempfile
 import venv
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from opo_trl.trl import TESTED
+
 
 ROOT = Path(__file__).resolve().parents[1]
+TESTED_RANGES = [f"{name}{versions}" for name, versions in TESTED.items()]
 NEIGHBOURS = ROOT / "tests" / "neighbours.json"
-ENVIRONMENTS = (
-    "trl==1.16.0 transformers==5.17.0 accelerate==1.13.0 datasets==4.8.4 huggingface_hub==1.33.0",
-    "trl==1.16.0 transformers==5.20.2 accelerate==1.14.0 datasets==5.1.0 huggingface_hub==2.0.0",
-    "trl==1.16.0 transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 huggingface_hub==2.4.0",
+TRL = ("1.14.2", "1.15.0", "1.16.0")
+BELOW = (
+    "transformers==5.17.0 accelerate==1.13.0 datasets==4.8.4 huggingface_hub==1.33.0",
+    "transformers==5.20.2 accelerate==1.14.0 datasets==5.1.0 huggingface_hub==2.0.0",
+    "transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 huggingface_hub==2.4.0",
 )
+ENVIRONMENTS = [f"trl=={release} {below}" for release in TRL for below in BELOW]
 SUITES = ("test_trl", "test_parity", "test_trainer", "rollout/test_checkpoint")
+VERDICT = """
+from opo_trl import contract
+from opo_trl.trl import untested
+print(contract.examine().word, not untested())
+"""
 PACKAGES = ("vllm==0.30.0", "vllm==0.31.0", "vllm==0.32.0", "vllm==0.33.0", "reasoning-gym", "lm-eval", "deepspeed")
 PACKAGES += ("peft", "bitsandbytes", "unsloth>=2026.10", "axolotl>=0.21", "verl>=0.9", "ms-swift>=4.6")
 
@@ -42,11 +53,12 @@ def requirements() -> list[str]:
     return setup["options"]["install_requires"].split()
 
 
-def resolve(*wanted: str) -> dict[str, str] | None:
+def resolve(*wanted: str, within: Sequence[str]) -> dict[str, str] | None:
     """The version of each package that uv would install on Linux with CUDA, for Python 3.12; `None` if none fits."""
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "-"]
     command += ["--python-platform", "x86_64-manylinux_2_28", "--index-strategy", "unsafe-best-match"]
-    done = subprocess.run(command, input="\n".join([*requirements(), *wanted]), stdout=subprocess.PIPE, text=True)
+    lines = "\n".join([*requirements(), *within, *wanted])
+    done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, text=True)
     found = (line.partition("==") for line in done.stdout.splitlines())
     return {name: version.split()[0] for name, _, version in found if version} if done.returncode == 0 else None
 
@@ -57,15 +69,18 @@ def neighbours() -> None:
     together = {}
     for package in PACKAGES:
         name = re.split("[=>]", package)[0]
-        found = resolve(package)
+        found = resolve(package, within=TESTED_RANGES)
         together[package] = found and {each: found[each] for each in (name, *own) if each in found}
         print(package, together[package] and together[package]["transformers"], flush=True)
-    record = {"date": date.today().isoformat(), "requirements": requirements(), "with": together}
+    record = {"date": date.today().isoformat(), "requirements": [*requirements(), *TESTED_RANGES], "with": together}
     NEIGHBOURS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def run(releases: str) -> str:
-    """How the tests ended in an environment with these releases: `pass`, or the last line."""
+def run(releases: str) -> tuple[str, str, bool]:
+    """
+    What the contract says of these releases; how the tests ended, or the self-test if they have not been tested; and
+    whether that is what has to be.
+    """
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=True, symlinks=True)
         python = Path(folder) / "bin" / "python"
@@ -74,24 +89,37 @@ def run(releases: str) -> str:
         (Path(packages) / "above.pth").write_text(sysconfig.get_path("purelib"))
         subprocess.run([python, "-m", "pip", "install", "--quiet", *releases.split()], check=True)
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-        suites = (str(ROOT / "tests" / f"{suite}.py") for suite in SUITES)
-        command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-        print(done.stdout, file=sys.stderr, flush=True)
-        return "pass" if done.returncode == 0 else done.stdout.splitlines()[-1]
+
+        def output(*command: str) -> tuple[int, list[str]]:
+            done = subprocess.run([python, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            print(done.stdout, file=sys.stderr, flush=True)
+            return done.returncode, done.stdout.splitlines()
+
+        status, lines = output("-W", "ignore", "-c", VERDICT)
+        verdict, is_tested = lines[-1].split() if status == 0 else ("breaks", "False")
+        if is_tested == "True":
+            suites = (str(ROOT / "tests" / f"{suite}.py") for suite in SUITES)
+            status, lines = output("-m", "pytest", "-q", "-p", "no:cacheprovider", *suites)
+            ended = "tests pass" if status == 0 else lines[-1]
+            return verdict, ended, verdict == "holds" and status == 0
+        status, lines = output("-m", "opo_trl.selftest")
+        wrong = [line.removeprefix("WRONG  ") for line in lines if line.startswith("WRONG")]
+        ended = "self-test passes" if status == 0 else f"self-test: {wrong[0].split('.')[0]}"
+        return verdict, ended, True
 
 
 def main() -> int:
     if sys.argv[1:] == ["neighbours"]:
         neighbours()
         return 0
-    print("| releases | tests | newest vLLM |", "| --- | --- | --- |", sep="\n", flush=True)
-    results = []
+    print("| releases | contract | tests | newest vLLM |", "| --- | --- | --- | --- |", sep="\n", flush=True)
+    are_right = []
     for releases in [" ".join(sys.argv[1:])] if sys.argv[1:] else ENVIRONMENTS:
-        results.append(run(releases))
-        beside = resolve("vllm>=0.30", *releases.split())
-        print(f"| {releases} | {results[-1]} | {beside['vllm'] if beside else '–'} |", flush=True)
-    return 0 if {*results} == {"pass"} else 1
+        verdict, ended, is_right = run(releases)
+        beside = resolve("vllm>=0.30", within=releases.split()) if verdict != "breaks" else None
+        print(f"| {releases} | {verdict} | {ended} | {beside['vllm'] if beside else '–'} |", flush=True)
+        are_right.append(is_right)
+    return 0 if all(are_right) else 1
 
 
 if __name__ == "__main__":

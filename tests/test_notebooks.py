@@ -1,10 +1,14 @@
 """Notebooks run from top to bottom, show what they claim, and are stored as they ran."""
 
+import importlib.util
 import re
+import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
 import pytest
+from packaging.requirements import Requirement
 
 from notebooks.run import execute
 
@@ -43,6 +47,28 @@ def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
     assert pictures(notebook) == 1  # the curves, redrawn in place
     assert "reward [1.0]" in text
     assert (tmp_path / "runs/opo_finetune_cpu/merged/model.safetensors").is_file()
+
+
+def test_install_cell_installs_tested_releases_beside_the_torch_that_is_there(tmp_path, monkeypatch):
+    """The cell itself, but for pip: in Colab, where the package is missing."""
+    notebook = nbformat.read(FOLDER / "opo_finetune_colab.ipynb", as_version=4)
+    [cell] = [cell for cell in code_cells(notebook) if "def pip_install" in cell.source]
+    commands = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    exec(compile(cell.source, "cell", "exec"), {"SOURCE": "..", "SETTING": "cpu"})
+    package, dependencies = commands
+    assert package[-2:] == ["--no-deps", ".."]
+    assert dependencies[5:7] == ["--constraint", "constraints.txt"]
+    required = {Requirement(each).name for each in dependencies[7:]}
+    assert {"trl", "transformers", "matplotlib"} <= required
+    assert any(each.startswith("trl[peft]") for each in dependencies[7:])
+    assert "torch" not in required
+    written = (tmp_path / "constraints.txt").read_text().splitlines()
+    tested = (FOLDER.parent / "constraints.txt").read_text().splitlines()
+    assert written[0] == f"torch=={version('torch')}"
+    assert written[1:] == [line for line in tested if not line.startswith("torch==")]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ PACKAGE = ROOT / "opo_trl"
 ROOMS = (
     "asynchronous",
     "fields",
+    "contract",
     "trl",
     "objective",
     "objectives",

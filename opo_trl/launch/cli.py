@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -127,7 +128,9 @@ def _train(argv: list[str]) -> int:
     from accelerate.commands import launch
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from ..trl import temporarily  # checks versions
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the process that trains notes what differs
+        from ..trl import temporarily  # checks versions
     from .recipe import launch_words, read, set_variables
     from .signals import pass_on_signals
 

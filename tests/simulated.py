@@ -1,0 +1,49 @@
+"""
+Simulated releases of TRL: copies of the installed one, with another number and with edits of their source.
+
+No later release can be installed here, so [`later`] is what one may be like, and not what one is.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+
+import trl
+
+
+Edits = Mapping[str, Sequence[tuple[str, str]]]  # file in TRL → texts and what replaces them
+
+_TRAINER = "trainer/grpo_trainer.py"
+_ENTRY = '            "num_items_in_batch": num_items_in_batch,\n        }\n'
+
+# A simulated 1.17: a new entry of rollouts, a new keyword of a private method, which TRL passes, and a new default.
+LATER: Edits = {
+    _TRAINER: [
+        (_ENTRY, _ENTRY.replace("        }", '            "sampling_mask": completion_mask.clone(),\n        }')),
+        ("    def _generate(self, prompts: list):", "    def _generate(self, prompts: list, priority=None):"),
+        (") = self._generate(prompts)", ") = self._generate(prompts, priority=1)"),
+    ],
+    "trainer/grpo_config.py": [
+        ("    beta: float = field(\n        default=0.0,", "    beta: float = field(\n        default=0.001,"),
+    ],
+}
+
+
+def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER) -> Path:
+    """Make a simulated release; returns the folder that has to be first on PYTHONPATH."""
+    installed = Path(trl.__file__).parent
+    shutil.copytree(installed, folder / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, replacements in edits.items():
+        path = folder / "trl" / name
+        text = path.read_text(encoding="utf-8")
+        for old, new in replacements:
+            assert text.count(old) == 1, f"{name} has {text.count(old)} times {old!r}"
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+    metadata = f"{distribution('trl').read_text('METADATA')}".replace(
+        f"Version: {trl.__version__}", f"Version: {number}"
+    )
+    (folder / f"trl-{number}.dist-info").mkdir()
+    (folder / f"trl-{number}.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    return folder
