@@ -30,7 +30,7 @@ from typing import Any, cast
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from .trl import MULTIMODAL_KEYS, check_replaced, temporarily  # isort: skip
+from .trl import MULTIMODAL_KEYS, check_replaced, temporarily, untested  # isort: skip
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from .objectives import GRPO, objective_named
 from .rewards.checked import checked
 from .rollout import adapter, checkpoint, padding, reference, sampling, shared_prompts
 from .rollout.dynamic_sampling import DynamicSampling
+from .rollout.first_step import NO_CHECKS, FirstStep
 from .rollout.frozen_base import FrozenBase
 from .rollout.planner import Planner, without_exchange
 from .rollout.planning import spread
@@ -64,6 +65,7 @@ from .rollout.prefetch import Prefetch
 from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts, next_place
 from .rollout.replay import ReplayBuffer
 from .rollout.rows import (
+    carried,
     completion_tokens,
     equal_rewards,
     gather_samples,
@@ -261,6 +263,7 @@ class OPOTrainer(GRPOTrainer):
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
         self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
         self._skips_pass = False  # whether to leave out TRL's next pass over the rollout
+        self._first_step: FirstStep | None = FirstStep(self) if untested() else None
         self._n_prompts: float = math.inf  # of a stream
         if has_length(self.train_dataset):
             self._n_prompts = n_prompts = len(cast(Dataset, self.train_dataset))
@@ -282,6 +285,11 @@ class OPOTrainer(GRPOTrainer):
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
+
+    @property
+    def _checks(self) -> FirstStep:
+        """Checks of the first rollout and optimizer step that train, with releases that have not been tested."""
+        return self._first_step if self._first_step is not None and self._mode == "train" else NO_CHECKS
 
     @property
     def _replays_recorded(self) -> bool:
@@ -380,8 +388,9 @@ class OPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list, **named):
         training = self.model.training
-        with self._clock.phase("generate"), self._sampled_by_its_fields():
+        with self._clock.phase("generate"), self._sampled_by_its_fields(), self._checks.generating(prompts):
             generated = super()._generate(prompts, **named)
+        self._checks.note_generated(generated)
         if self.args.save_rollouts:
             self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
@@ -449,6 +458,8 @@ class OPOTrainer(GRPOTrainer):
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
+        self._checks.check_rollout(inputs, rollout, rewards, completion_ids)
+        rollout = carried(rollout)
         n_local = len(rollout["advantages"])
         own = slice(self.accelerator.process_index * n_local, (self.accelerator.process_index + 1) * n_local)
         is_rounding = rollout["advantages"].abs() <= self._rounding_of_advantages(rewards)[own]
@@ -543,8 +554,9 @@ class OPOTrainer(GRPOTrainer):
         known = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
         if known is not None:
             return self.accelerator.gather(known.to(self.accelerator.device))
-        with self._clock.phase("score"), checked(self):
+        with self._clock.phase("score"), checked(self), self._checks.scoring():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
+        self._checks.check_rewards(rewards, completion_ids_list)
         if self._mode == "train":  # the log and the limit cover training only
             for kind, count in count_failures(self.reward_funcs, len(completions), self.accelerator).items():
                 self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
@@ -696,6 +708,12 @@ class OPOTrainer(GRPOTrainer):
             rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale.item())}
         return rows
 
+    @property
+    def _has_own_loss(self) -> bool:
+        """Whether the loss is that of this class: a subclass's may be a mean, and count on as many micro-batches."""
+        losses = type(self).compute_loss, type(self)._compute_loss
+        return losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
+
     @cached_property
     def _planner(self) -> Planner:
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
@@ -703,21 +721,24 @@ class OPOTrainer(GRPOTrainer):
             zero_stage >= 2 or self.is_fsdp_enabled or getattr(self, "is_distributed_loading_by_transformers", False)
         )
         policy = self.accelerator.unwrap_model(self.model)
-        # A subclass's loss may be a mean, and count on `gradient_accumulation_steps` micro-batches.
-        losses = type(self).compute_loss, type(self)._compute_loss
-        plans = self.args.plan_micro_batches and losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
         return Planner(
             self.args,
             self.accelerator,
             communicates=sharded,
             balance=None if self.aux_loss_enabled else shared_prompts.balance(policy),
             # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
-            plans=plans and self.pad_to_multiple_of is None and self._any_width is not False,
+            plans=(
+                self.args.plan_micro_batches
+                and self._has_own_loss
+                and self.pad_to_multiple_of is None
+                and self._any_width is not False
+            ),
         )
 
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
         self._check_padding(*_whole(steps[0]))
+        self._checks.check_logps(steps[0])
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
         for rows, policy in zip(steps, on_policy, strict=True):
@@ -739,7 +760,9 @@ class OPOTrainer(GRPOTrainer):
             if self.beta != 0.0 and not self._skipped.moved_at:
                 # As long as the policy is the reference, their difference is only rounding in any other shape.
                 for micro_batch in cut:
+                    of_trl = micro_batch["ref_per_token_logps"]
                     micro_batch["ref_per_token_logps"] = self._reference_pass(micro_batch)
+                    self._checks.check_reference(of_trl, micro_batch)
             # The last call of an optimizer step gets at least one: in its backward pass processes exchange gradients.
             planned += spread(cut, n_batches)
         return planned
@@ -818,7 +841,10 @@ class OPOTrainer(GRPOTrainer):
             self._log_step(reports)  # an optimizer step that a callback interrupts keeps its own
             return loss / len(losses)
         self._reports += reports
-        return loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
+        loss = loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
+        if self._has_own_loss:
+            self._checks.note_backward(loss)
+        return loss
 
     def _sample_losses(self, inputs: Any, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
         """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
@@ -930,6 +956,8 @@ class OPOTrainer(GRPOTrainer):
         return checkpoint.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
+        self._checks.check_step(self._window_start)
+        self._first_step = None
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 

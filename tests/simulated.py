@@ -5,9 +5,11 @@ No later release can be installed here, so [`later`] is what one may be like, an
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import distribution
 from pathlib import Path
+from unittest.mock import patch
 
 import trl
 
@@ -28,6 +30,10 @@ LATER: Edits = {
         ("    beta: float = field(\n        default=0.0,", "    beta: float = field(\n        default=0.001,"),
     ],
 }
+# One that breaks, where no name and no parameter shows it.
+_MASK = '            "completion_mask": completion_mask,\n            "advantages"'
+_SHIFTED_MASK = "torch.nn.functional.pad(completion_mask[:, :-1], (1, 0))"
+SHIFTED: Edits = {_TRAINER: [(_MASK, _MASK.replace(" completion_mask", f" {_SHIFTED_MASK}"))]}
 
 
 def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER) -> Path:
@@ -47,3 +53,11 @@ def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER) -> P
     (folder / f"trl-{number}.dist-info").mkdir()
     (folder / f"trl-{number}.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
     return folder
+
+
+@contextmanager
+def untested_release() -> Iterator[None]:
+    """In this process, the installed release counts as one that has not been tested."""
+    places = [f"opo_trl.{module}.untested" for module in ("trainer", "rollout.first_step")]
+    with patch(places[0], lambda: {"trl": "1.17.0"}), patch(places[1], lambda: {"trl": "1.17.0"}):
+        yield

@@ -27,7 +27,7 @@ import trl
 from helpers import environment, make_trainer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from simulated import LATER, simulate
+from simulated import LATER, SHIFTED, simulate
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import contract
@@ -215,18 +215,20 @@ INSTALLED = {"trl": "1.16.0", "transformers": "5.23.0", "accelerate": "1.15.0", 
 
 
 @pytest.mark.parametrize("release", ["trl 1.15.2", "transformers 5.25.0", "accelerate 1.16.0", "torch 3.0"])
-def test_release_outside_the_tested_range_is_noted(release, monkeypatch):
+def test_release_outside_the_tested_range_is_noted_and_checked(release, monkeypatch, tiny_model, tmp_path):
     library, number = release.split()
     monkeypatch.setattr("opo_trl.trl.version", {**INSTALLED, library: number}.get)
     with pytest.warns(UserWarning, match=f"{library}{TESTED[library]}, not with {number}. It checks a run's first"):
         check()
+    assert make_trainer(tiny_model, tmp_path)._first_step is not None
 
 
-def test_tested_release_is_not_noted(monkeypatch):
+def test_tested_release_is_neither_noted_nor_checked(monkeypatch, tiny_model, tmp_path):
     monkeypatch.setattr("opo_trl.trl.version", {**INSTALLED, "trl": "1.16.2.dev0", "torch": "2.13.0+cpu"}.get)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check()
+    assert make_trainer(tiny_model, tmp_path)._first_step is None
 
 
 def test_only_the_first_process_notes(monkeypatch):
@@ -260,9 +262,25 @@ def test_simulated_later_release_trains_with_notes(tmp_path):
         "rollouts have a new entry 'sampling_mask', which opo_trl does not read\n",
         "trl.GRPOTrainer._generate has a new parameter 'priority' = None\n",
         "trl.GRPOConfig: default of 'beta' 0.0 → 0.001\n",
+        "A rollout has an entry 'sampling_mask' that opo_trl does not read. It travels with its samples.",
     ):
         assert output.count(note) == 1, output
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] == 2
+
+
+SCRIPT = """
+import sys
+from helpers import make_trainer
+
+make_trainer(sys.argv[1], sys.argv[2]).train()
+"""
+
+
+def test_simulated_release_that_breaks_ends_in_the_first_rollout(tiny_model, tmp_path):
+    status, output = run(simulate(tmp_path / "simulated", edits=SHIFTED), "-c", SCRIPT, tiny_model, tmp_path / "run")
+    assert status == 1
+    said = "RuntimeError: With trl 1.17.0, OPO would train something else: tokens and masks: the mask of completion 0"
+    assert said in output
 
 
 OLD = """

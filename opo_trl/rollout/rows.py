@@ -17,7 +17,7 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from ..config import OPOConfig
 from ..objective import token_mean
-from ..trl import MULTIMODAL_KEYS
+from ..trl import KNOWN_KEYS, MULTIMODAL_KEYS
 
 
 # Entries with a column per token of the prompt, padded on the left. All others are padded on the right.
@@ -62,6 +62,16 @@ def rows_of_steps(
     # Stable: within a step, samples stay in the order of the prompts.
     order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
     return [take_rows(rollout, of_step) for of_step in np.split(order, n_steps)]
+
+
+def carried(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """A rollout of TRL without entries of a later release that cannot travel with the samples, a row for each."""
+    n_samples = len(rollout["completion_ids"])
+    return {
+        name: value
+        for name, value in rollout.items()
+        if name in KNOWN_KEYS or (isinstance(value, torch.Tensor) and value.shape[:1] == (n_samples,))
+    }
 
 
 def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:

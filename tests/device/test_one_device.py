@@ -22,6 +22,7 @@ from compared import (
 )
 from helpers import Script, logged, make_trainer
 from peft import LoraConfig
+from simulated import untested_release
 from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate
@@ -143,3 +144,12 @@ def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
     assert main(given) == 0
     assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
     assert_complete(tmp_path / "run", steps=5, devices=1)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+def test_first_step_with_an_untested_release_is_checked(tiny_model, tmp_path, precision):
+    """In float16, the loss is multiplied by a scale."""
+    options = {"num_iterations": 2, "beta": 0.1, "max_steps": 2, **precision}
+    with untested_release():
+        trainer = on_device(tiny_model, tmp_path, **generates(), **options)
+    assert trainer._first_step is None

@@ -21,6 +21,7 @@ from guessing import GAMES, Guessing
 from helpers import Script, logged
 from peft import LoraConfig
 from processes import call
+from simulated import untested_release
 
 from opo_trl.train import main
 
@@ -110,3 +111,9 @@ def test_one_process_that_sees_two_devices_trains_on_the_first(tiny_model, tmp_p
     trainer = on_device(tiny_model, tmp_path, max_steps=2)
     assert logged(trainer)[-1]["grad_norm"] > 0
     assert "one of 2 GPUs" in trainer.plan
+
+
+def test_first_step_with_an_untested_release_is_checked(tiny_model, tmp_path):
+    with untested_release():
+        trainer = on_device(tiny_model, tmp_path, **generates(), num_iterations=2, beta=0.1, max_steps=2)
+    assert trainer._first_step is None
