@@ -27,6 +27,7 @@ ROOMS = (
     "rollout",
     "trainer",
     "report",
+    "selftest",
     "launch",
     "train",
 )

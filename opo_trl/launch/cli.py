@@ -5,8 +5,10 @@ The `opo-trl` command.
     opo-trl report RUN_FOLDER … [--output REPORT.html]
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl recipes [RECIPE] [--output FOLDER]
+    opo-trl selftest
 
-`opo_trl.checks.text` explains the exit status; of `diagnose`, 1 says that something is wrong with the run.
+`opo_trl.checks.text` explains the exit status; of `diagnose`, 1 says that something is wrong with the run, of
+`selftest` with the installed releases.
 `--debug` also shows the traceback of an error.
 """
 
@@ -77,6 +79,7 @@ def _run(argv: list[str]) -> int:
     recipes.add_argument("recipe", nargs="?", help="recipe to copy")
     text = "folder to copy to (default: recipes)"
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
+    commands.add_parser("selftest", help="check in minutes that the installed releases train what they are told")
     for command in (report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
@@ -92,6 +95,10 @@ def _run(argv: list[str]) -> int:
         return judge(arguments.run, arguments.output)
     elif arguments.command == "recipes":
         print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()), sep="\n")
+    elif arguments.command == "selftest":
+        from .. import selftest
+
+        return selftest.run()
     else:
         parser.print_help()
     return 0
