@@ -43,6 +43,11 @@ def training_plan(trainer: Any) -> str:
         else f"off-policy {'throughout' if always else 'after the first optimizer step of a rollout'}",
         "objective": trainer.policy_objective.describe_objective(),
     }
+    if args.use_vllm and args.vllm_importance_sampling_correction and (cut_off := _cut_off(args)):
+        lines["sampling"] = (
+            f"{cut_off} with vLLM's correction: a completion's weight is too small, by the probability that is cut "
+            "off at each token. Sample without, or set `vllm_importance_sampling_correction: false`"
+        )
     try:
         lines["memory"] = _memory(trainer)
     except Exception as error:  # nothing in a model's configuration can be relied on, and this is only printed
@@ -50,6 +55,13 @@ def training_plan(trainer: Any) -> str:
     if args.device.type == "cuda" and args.world_size == 1 and (seen := torch.cuda.device_count()) > 1:
         lines["devices"] = f"{args.device}, one of {seen} GPUs; start with `--num_processes {seen}` to train on all"
     return "\n".join([f"{trainer._name} training plan", *(f"  {name:<10} {text}" for name, text in lines.items())])
+
+
+def _cut_off(args: Any) -> str:
+    """The fields that exclude unlikely tokens from sampling; empty if none does."""
+    neutral = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    fields = {name: getattr(args, name) for name in neutral} | (args.generation_kwargs or {})
+    return ", ".join(f"{name}={fields[name]}" for name in neutral if fields[name] not in neutral[name])
 
 
 def _memory(trainer: Any) -> str:

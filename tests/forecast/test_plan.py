@@ -130,3 +130,25 @@ def test_plan_is_made_again_only_for_another_training(tiny_model, tmp_path, caps
 def test_plan_says_what_is_trained(tiny_model, tmp_path, options, said):
     trainer = make_trainer(tiny_model, tmp_path, **options)
     assert all(text in trainer.plan for text in said), trainer.plan
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({}, None),
+        ({"top_p": 1.0, "top_k": 0, "min_p": 0.0}, None),
+        ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, None),
+        ({"top_p": 0.9, "use_vllm": False}, None),
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"top_k": 20, "generation_kwargs": {"min_p": 0.1}}, "top_k=20, min_p=0.1"),
+    ],
+)
+def test_plan_says_that_a_cut_off_biases_the_correction(options, fields, tiny_model, tmp_path):
+    trainer = make_trainer(tiny_model, tmp_path, **options)
+    trainer.args.use_vllm = options.get("use_vllm", True)  # there is none here
+    lines = [line.strip() for line in trainer.plan.splitlines()]
+    said = [line for line in lines if line.startswith("sampling ")]
+    assert len(said) == (fields is not None)
+    assert all(
+        line.startswith(f"sampling   {fields} with vLLM's correction: a completion's weight is") for line in said
+    )
