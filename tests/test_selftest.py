@@ -23,7 +23,7 @@ def test_installed_releases_are_right(tmp_path):
     assert "WRONG" not in output
     lines = output.splitlines()
     for objective in ("opo", "topr", "grpo", "dapo", "grpo of TRL", "dapo of TRL"):
-        for step in (1, 2):
+        for step in (1, 2, 3):
             assert any(line.startswith(f"ok     {objective}: gradient of step {step}") for line in lines), output
     assert "ok     a run that is killed inside a rollout, and resumed: the same weights, to the bit" in lines
     assert lines[-1].startswith("Not seen: vLLM, GPUs, several processes, sharding")

@@ -251,8 +251,9 @@ def _data_settings(trainer: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def checksum(data: Dataset) -> str:
-    """Checksum of the prompts of a dataset; of recorded rollouts, of everything."""
-    names = data.column_names if RECORDED in data.column_names else ["prompt"]
+    """Checksum of the prompts of a dataset; of recorded rollouts, or of what a transform makes prompts of, of all."""
+    has_prompts_only = "prompt" in data.column_names and RECORDED not in data.column_names
+    names = ["prompt"] if has_prompts_only else data.column_names
     content = _Checksum()
     pickler = pickle.Pickler(content)
     pickler.fast = True  # it writes no references to earlier objects, so equal rows are equal bytes

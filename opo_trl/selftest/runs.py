@@ -28,7 +28,7 @@ from ..data.arithmetic import base_model_path, make_problems
 from ..rollout.first_step import FirstStep
 from ..trainer import OPOTrainer
 from ..trl import TESTED
-from .reference import Reference, Sample, chosen
+from .reference import Reference, Sample, Weights, chosen
 
 
 NOT_SEEN = "vLLM, GPUs, several processes, sharding, half precision, adapters, images, tools and environments"
@@ -46,13 +46,14 @@ _SHORT_RUN: dict[str, Any] = {
     "max_completion_length": 16,
     "lr_scheduler_type": "constant",
 }
-# Two optimizer steps over the same 16 completions: the policy is the behaviour policy only in the first.
-_TWO_STEPS: dict[str, Any] = {
+# Two optimizer steps over the same 16 completions, the policy being the behaviour policy only in the first; and the
+# first step over 16 others, when the policy has left its reference.
+_THREE_STEPS: dict[str, Any] = {
     **_SHORT_RUN,
     "save_strategy": "no",
     "gradient_accumulation_steps": 2,
     "num_iterations": 2,
-    "max_steps": 2,
+    "max_steps": 3,
     "optim": "sgd",
     "learning_rate": 0.01,
     "max_grad_norm": 0.0,
@@ -60,7 +61,7 @@ _TWO_STEPS: dict[str, Any] = {
 }
 # Together, they use all that OPO takes from TRL in a rollout of text.
 _RUNS: dict[str, dict[str, Any]] = {
-    "opo": {"scale_rewards": "group", "temperature": 0.7},
+    "opo": {"scale_rewards": "group", "temperature": 0.5},
     "topr": {"scale_rewards": "batch", "push": "advantage", "off_policy_mask_threshold": 0.02},
     "grpo": {"scale_rewards": "none", "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.05},
     "dapo": {
@@ -71,6 +72,18 @@ _RUNS: dict[str, dict[str, Any]] = {
 }
 _SCRIPTED = "topr"  # whose completions a `rollout_func` writes, some tokens of them as a tool
 _OF_TRL: dict[str, dict[str, Any]] = {"grpo": {"beta": 0.1, "use_bias_correction_kl": True}, "dapo": {}}
+
+_SAMPLING = "sampling, by how likely its tokens are"
+_POLICIES = {"old": "log-probabilities of the behaviour policy", "ref": "log-probabilities of the reference"}
+# How far quantities may be off, in which unit: ten times what float32 leaves, or more.
+_ALLOWED = {
+    "advantages": (1e-4, ""),
+    "number of tokens that count": (0, ""),
+    "log-probabilities": (1e-4, " nats"),
+    _SAMPLING: (5, " standard deviations"),
+    "gradient": (1e-3, ""),
+    "weights after step": (1e-6, ""),
+}
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -118,12 +131,12 @@ def save_model(folder: str) -> str:
 
 
 class Recording:
-    """A trainer that records its first rollout, and of each optimizer step weights and gradient."""
+    """A trainer that records its rollouts, and of each optimizer step weights and gradient."""
 
     def record(self: Any) -> Any:
         self.initial = weights_of(self.model)
-        self.rollout: dict[str, Any] = {}
-        self.steps: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        self.rollouts: list[tuple[Weights, dict[str, Any]]] = []  # with the weights of the policy that has sampled it
+        self.steps: list[tuple[Weights, dict[str, Tensor]]] = []
         self.add_callback(_BeforeOptimizer(self))
         return self
 
@@ -133,9 +146,9 @@ class _BeforeOptimizer(TrainerCallback):
         self.trainer = trainer
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        named = self.trainer.model.named_parameters()
-        gradient = {name: weight.grad.clone() for name, weight in named}
-        self.trainer.steps.append((weights_of(self.trainer.model), gradient))
+        model = self.trainer.model
+        gradient = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        self.trainer.steps.append((weights_of(model), gradient))
 
 
 class RecordingOPO(Recording, OPOTrainer):
@@ -146,19 +159,21 @@ class RecordingOPO(Recording, OPOTrainer):
         self._first_step = FirstStep(self)
 
     def _finish_rollout(self, rollout):
-        self.rollout = super()._finish_rollout(rollout)
-        return self.rollout
+        finished = super()._finish_rollout(rollout)
+        self.rollouts.append((weights_of(self.model), finished))
+        return finished
 
 
 class RecordingGRPO(Recording, GRPOTrainer):
     """TRL's own trainer and losses."""
 
     def _generate_and_score_completions(self, inputs):
-        self.rollout = super()._generate_and_score_completions(inputs)
-        return self.rollout
+        rollout = super()._generate_and_score_completions(inputs)
+        self.rollouts.append((weights_of(self.model), rollout))
+        return rollout
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
+def weights_of(model: Any) -> Weights:
     """A copy of a model's weights."""
     return {name: weight.detach().clone() for name, weight in model.named_parameters()}
 
@@ -169,9 +184,10 @@ class Report:
     def __init__(self) -> None:
         self.wrong: list[str] = []
 
-    def number(self, what: str, error: float, most: float, unit: str = "") -> None:
-        """A quantity that is right if its error is at most so large."""
-        self.line(f"{what}: off by {error:.1g}{unit}, {most:g} is allowed", is_right=error <= most)
+    def number(self, what: str, error: float) -> None:
+        """A quantity that is right if its error is at most that of [`_ALLOWED`]."""
+        [(allowed, unit)] = [limit for name, limit in _ALLOWED.items() if f": {name}" in what]
+        self.line(f"{what}: off by {error:.1g}{unit}, {allowed:g} is allowed", is_right=error <= allowed)
 
     def line(self, what: str, *, is_right: bool) -> None:
         """A line of the report."""
@@ -188,11 +204,11 @@ class Report:
 
 
 def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None:
-    """Train two optimizer steps with an objective, and compare the rollout and both steps with float64."""
+    """Train three optimizer steps with an objective, and compare two rollouts and the steps with float64."""
     of_trl = kind is RecordingGRPO
     title = f"{name} of TRL" if of_trl else name
     options = {"loss_type": name, **_OF_TRL[name]} if of_trl else {"objective": name, **_RUNS[name]}
-    args = (GRPOConfig if of_trl else OPOConfig)(output_dir=f"{folder}/{title}", **_TWO_STEPS, **options)
+    args = (GRPOConfig if of_trl else OPOConfig)(output_dir=f"{folder}/{title}", **_THREE_STEPS, **options)
     trainer = kind(
         model=f"{folder}/{_MODEL}",
         reward_funcs=[even_tokens, prompt_and_first_token],
@@ -202,48 +218,52 @@ def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None
     ).record()
     train(trainer)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{_MODEL}", dtype=torch.float64).eval()
-    reference = Reference(model, args, name, samples_of(trainer))
-    compare_rollout(report, title, trainer, reference)
-    compare_steps(report, title, trainer, reference)
+    references = [Reference(model, args, name, samples_of(trainer, rollout)) for _, rollout in trainer.rollouts]
+    compare_rollouts(report, title, trainer, references)
+    compare_steps(report, title, trainer, references)
 
 
-def compare_rollout(report: Report, title: str, trainer: Any, reference: Reference) -> None:
-    """Compare a rollout of 16 completions with what its tokens say."""
-    rollout, initial, samples = trainer.rollout, trainer.initial, reference.samples
-    group = trainer.args.num_generations
-    texts = [trainer.processing_class.decode(sample.prompt) for sample in samples]
-    groups = [{*texts[first : first + group]} for first in range(0, len(texts), group)]
-    is_grouped = [len(each) for each in groups] == [1, 1, 1, 1] and {*texts} <= {*prompts()["prompt"]}
-    report.line(f"{title}: {group} completions of each of 4 prompts", is_right=is_grouped)
-    error = (rollout["advantages"] - reference.advantages).abs().max().item()
-    report.number(f"{title}: advantages", error, 1e-4)
-    if "num_items_in_batch" in rollout:
-        n_tokens = sum(sum(sample.counts) for sample in samples)
-        error = abs(int(rollout["num_items_in_batch"]) - n_tokens)
-        report.number(f"{title}: number of tokens that count", error, 0)
-    for what, entry in {"behaviour": "old_per_token_logps", "reference": "ref_per_token_logps"}.items():
-        if entry in rollout:
-            error = largest_difference(rollout[entry], reference, initial)
-            report.number(f"{title}: log-probabilities of the {what} policy", error, 1e-4, " nats")
-    if trainer.rollout_func is None:
-        error = abs(reference.surprise(initial))
-        report.number(f"{title}: sampling, by how likely its tokens are", error, 5, " standard deviations")
+def compare_rollouts(report: Report, title: str, trainer: Any, references: list[Reference]) -> None:
+    """Compare rollouts of 16 completions with what their tokens say; what is off is the most of any of them."""
+    errors: dict[str, list[float]] = {}
+    are_grouped = []
+    for (policy, rollout), reference in zip(trainer.rollouts, references, strict=True):
+        samples, group = reference.samples, trainer.args.num_generations
+        texts = [trainer.processing_class.decode(sample.prompt) for sample in samples]
+        groups = [{*texts[first : first + group]} for first in range(0, len(texts), group)]
+        are_grouped.append([len(each) for each in groups] == [1, 1, 1, 1] and {*texts} <= {*prompts()["prompt"]})
+        found = {"advantages": (rollout["advantages"] - reference.advantages).abs().max().item()}
+        if "num_items_in_batch" in rollout:
+            n_tokens = sum(sum(sample.counts) for sample in samples)
+            found["number of tokens that count"] = abs(int(rollout["num_items_in_batch"]) - n_tokens)
+        for name, weights in {"old": policy, "ref": trainer.initial}.items():
+            if (entry := f"{name}_per_token_logps") in rollout:
+                found[_POLICIES[name]] = largest_difference(rollout[entry], reference, weights)
+        if trainer.rollout_func is None:
+            found[_SAMPLING] = abs(reference.surprise(policy))
+        for what, error in found.items():
+            errors.setdefault(what, []).append(error)
+    report.line(f"{title}: 4 completions of each of 4 prompts", is_right=all(are_grouped))
+    for what, values in errors.items():
+        report.number(f"{title}: {what}", max(values))
 
 
-def compare_steps(report: Report, title: str, trainer: Any, reference: Reference) -> None:
-    """Compare the gradients of two optimizer steps, and what the optimizer makes of the first."""
-    for number, (policy, gradient) in enumerate(trainer.steps, start=1):
-        exact = reference.gradient(policy, trainer.initial, trainer.initial)
-        report.number(f"{title}: gradient of step {number}", relative_error(gradient, exact), 1e-3)
-    (policy, gradient), (moved, _) = trainer.steps
+def compare_steps(report: Report, title: str, trainer: Any, references: list[Reference]) -> None:
+    """Compare the gradients of optimizer steps, and what the optimizer makes of the first."""
+    for index, (policy, gradient) in enumerate(trainer.steps):
+        rollout = index // trainer.args.num_iterations
+        behaviour, _ = trainer.rollouts[rollout]
+        exact = references[rollout].gradient(policy, behaviour, trainer.initial)
+        report.number(f"{title}: gradient of step {index + 1}", relative_error(gradient, exact))
+    (policy, gradient), (moved, _) = trainer.steps[:2]
     rate = trainer.args.learning_rate
     expected = {name: weight - rate * gradient[name] for name, weight in policy.items()}
-    report.number(f"{title}: weights after step 1", relative_error(moved, expected), 1e-6)
+    report.number(f"{title}: weights after step 1", relative_error(moved, expected))
 
 
-def samples_of(trainer: Any) -> list[Sample]:
-    """The samples of a trainer's rollout, by its tokens and masks, with rewards that are computed from them here."""
-    rollout, found = trainer.rollout, []
+def samples_of(trainer: Any, rollout: dict[str, Any]) -> list[Sample]:
+    """The samples of a rollout, by its tokens and masks, with rewards that are computed from them here."""
+    samples = []
     for index, prompt in enumerate(rollout["prompt_ids"]):
         prompt_ids = prompt[rollout["prompt_mask"][index].bool()].tolist()
         mask = rollout["completion_mask"][index].bool()
@@ -253,11 +273,11 @@ def samples_of(trainer: Any) -> list[Sample]:
         completion_ids = rollout["completion_ids"][index][:length].tolist()
         text = trainer.processing_class.decode(prompt_ids)
         rewards = [*even_tokens([completion_ids]), *asyncio.run(prompt_and_first_token([text], [completion_ids]))]
-        found.append(Sample(prompt_ids, completion_ids, counts[:length].tolist(), rewards))
-    return found
+        samples.append(Sample(prompt_ids, completion_ids, counts[:length].tolist(), rewards))
+    return samples
 
 
-def largest_difference(logps: Tensor, reference: Reference, weights: dict[str, Tensor]) -> float:
+def largest_difference(logps: Tensor, reference: Reference, weights: Weights) -> float:
     """Of log-probabilities `[B, T]` of a rollout's tokens, among those that count."""
     largest = 0.0
     for row, sample in zip(logps, reference.samples, strict=True):
@@ -267,13 +287,13 @@ def largest_difference(logps: Tensor, reference: Reference, weights: dict[str, T
     return largest
 
 
-def relative_error(given: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+def relative_error(given: Weights, exact: Weights) -> float:
     """Norm of the difference, over all tensors, relative to that of the exact ones."""
     difference = norm({name: given[name].double() - tensor for name, tensor in exact.items()})
     return difference / norm(exact)
 
 
-def norm(tensors: dict[str, Tensor]) -> float:
+def norm(tensors: Weights) -> float:
     """Norm of several tensors together."""
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors.values()))
 
@@ -329,6 +349,7 @@ def main() -> int:
     """Returns the exit status."""
     for each in (logging, datasets_logging):
         each.disable_progress_bar()
+        each.set_verbosity_error()
     installed = ", ".join(f"{name} {version(name)} (tested: {TESTED[name]})" for name in TESTED)
     print(f"opo_trl {__version__} with {installed}; minutes on a CPU", flush=True)
     report = Report()

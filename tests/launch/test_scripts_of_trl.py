@@ -85,7 +85,7 @@ def write(folder: Path, fields: dict) -> str:
 def test_every_field_of_trls_script_is_one_here():
     theirs = {action.dest for action in grpo.make_parser()._actions} - {"help"}
     assert len(theirs) > 200
-    assert theirs - recipe._fields("opo").keys() == {"streaming", "datasets", "test_split_size"}
+    assert theirs - recipe._fields().keys() == {"streaming", "datasets", "test_split_size"}
 
 
 def test_recipe_trains_as_it_stands(folder: Path, caplog):
