@@ -34,7 +34,7 @@ def is_done(folder: Path) -> bool:
 
 def train(run: tuple[Path, list[str]]) -> tuple[Path, int]:
     """Train in this process, which must be a new one; its output goes to a file next to the run's folder."""
-    from opo_trl.train import main
+    from opo_trl.command.train import main
 
     folder, command_line = run
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -45,11 +45,11 @@ def train(run: tuple[Path, list[str]]) -> tuple[Path, int]:
 
 
 def run_missing(runs: Mapping[Path, list[str]], jobs: int) -> int:
-    """Run what is not finished: folder → command line for `opo_trl.train`. Returns the exit status."""
+    """Run what is not finished: folder → command line for `opo_trl.command.train`. Returns the exit status."""
     missing = [(folder, line) for folder, line in runs.items() if not is_done(folder)]
     # Importing takes longer than some of the runs: the server does it once for all.
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["opo_trl.train"])
+    context.set_forkserver_preload(["opo_trl.command.train"])
     failed = []
     with context.Pool(jobs, maxtasksperchild=1) as pool:
         for folder, status in tqdm(pool.imap_unordered(train, missing), total=len(missing), desc="runs"):

@@ -59,9 +59,9 @@ from datasets import Dataset
 from scipy import stats
 from transformers import TrainerCallback
 
+from opo_trl.command.callbacks import Validation
+from opo_trl.command.train import prepare
 from opo_trl.evaluate import Evaluation, evaluate
-from opo_trl.launch.callbacks import Validation
-from opo_trl.train import prepare
 
 from .many_runs import options, read_command_line
 from .objectives import published
@@ -113,7 +113,7 @@ class Run:
         return TRIAL if self.tuning else REPORT
 
     def command_line(self, folder: Path) -> list[str]:
-        """For `opo_trl.train`."""
+        """For `opo_trl.command.train`."""
         loss = LOSSES.get(self.method) if self.task == "largest" else None
         recipe = METHODS.get(self.method, "opo")
         fields: dict[str, Any] = {

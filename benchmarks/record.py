@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from opo_trl.checks.files import read_json, write_json
-from opo_trl.launch.output_dir import git_commit
+from opo_trl.command.run_folder import git_commit
 
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opo_trl.rollout import shared_prompts
+from opo_trl.updates import shared_prompts
 
 from . import offline, sampling
 

@@ -102,7 +102,7 @@ def run_missing(
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     context, failed = multiprocessing.get_context("forkserver"), False
-    context.set_forkserver_preload(["opo_trl.train"])  # importing it takes long
+    context.set_forkserver_preload(["opo_trl.command.train"])  # importing it takes long
     workers = ProcessPool(jobs, max_tasks=1, context=context)
     with workers, file.open("a") as lines, tqdm(desc="runs") as bar:
         for next_runs in methods:

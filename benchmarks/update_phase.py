@@ -35,15 +35,7 @@ from opo_trl.checks.files import write_json
 from .pages import table
 from .passes import count_tokens, counted_passes
 from .record import origin
-from .replay import (
-    Lengths,
-    allocated_peak,
-    draw_rollout,
-    make_trainer,
-    phase,
-    ratio,
-    take_turns,
-)
+from .replay import Lengths, allocated_peak, draw_rollout, make_trainer, phase, ratio, take_turns
 from .shapes import small_qwen3
 
 

@@ -3,8 +3,8 @@
 
 A step, in its order:
 
-1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed (`rollout.prompts`,
-   `rollout.rows`).
+1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed
+   (`generation.prompt_order`, `batch`).
 2. A rollout: TRL generates and scores; dynamic sampling replaces zero-variance groups; `_finish_rollout` gives each
    sample its target. TRL's pass for the behaviour policy's log-probabilities is left out.
 3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step. Those that need the behaviour policy's
@@ -12,7 +12,7 @@ A step, in its order:
 4. The loss: the objective's of each sample, and what TRL's options add. It is a plain sum over samples, so that it
    does not depend on how they are split into micro-batches and processes.
 5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
-6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`rollout.checkpoint`).
+6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`resume.checkpoint`).
 
 Overrides pass on keywords that they do not know (`named`): a later release of TRL may have more.
 """
@@ -28,10 +28,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
-
-# First, because it checks versions: another release may lack names that are imported below.
-from .trl import MULTIMODAL_KEYS, check_replaced, temporarily, untested  # isort: skip
-
 import numpy as np
 import torch
 from accelerate.logging import get_logger
@@ -45,36 +41,36 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id, use_adapter
 
+from .batch import carried, completion_tokens, equal_rewards, gather_samples, own_samples, rows_of_steps
 from .checks.processes import check_processes
 from .checks.text import printable
 from .checks.weights import check_models, check_trainable
 from .config import OPOConfig
+from .generation import sampling
+from .generation.dynamic_sampling import DynamicSampling
+from .generation.failures import count_failures, recorded_rewards
+from .generation.first_step import NO_CHECKS, FirstStep
+from .generation.prefetch import Prefetch
+from .generation.prompt_order import EpochSampler, PromptStream, check_enough_prompts, next_place
 from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
 from .metrics.step_clock import StepClock
+from .models import adapter, reference
+from .models.frozen_base import FrozenBase
 from .objective import OPO, Groups, Objective, Samples, token_mean
 from .objectives import GRPO, objective_named
+from .resume import checkpoint
+from .resume.interrupts import SaveOnInterrupt
+from .resume.skipped_steps import SkippedSteps
+from .reuse.replay import ReplayBuffer
 from .rewards.checked import checked
-from .rollout import adapter, checkpoint, padding, reference, sampling, shared_prompts
-from .rollout.dynamic_sampling import DynamicSampling
-from .rollout.first_step import NO_CHECKS, FirstStep
-from .rollout.frozen_base import FrozenBase
-from .rollout.planner import Planner, without_exchange
-from .rollout.planning import spread
-from .rollout.prefetch import Prefetch
-from .rollout.prompts import EpochSampler, PromptStream, check_enough_prompts, next_place
-from .rollout.replay import ReplayBuffer
-from .rollout.rows import (
-    carried,
-    completion_tokens,
-    equal_rewards,
-    gather_samples,
-    own_samples,
-    rows_of_steps,
-)
-from .rollout.scored import count_failures, recorded_rewards
-from .rollout.signals import SaveOnInterrupt
-from .rollout.skipped_steps import SkippedSteps
+
+
+# First, because it checks versions: another release may lack names that are imported below.
+from .trl import MULTIMODAL_KEYS, check_replaced, temporarily, untested  # isort: skip
+from .updates import padding, shared_prompts
+from .updates.cutting import spread
+from .updates.planner import Planner, without_exchange
 
 
 logger = get_logger(__name__)
@@ -168,7 +164,7 @@ class OPOTrainer(GRPOTrainer):
         args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
         check_processes(args.world_size)
         if args.rollouts is not None or args.save_rollouts:
-            from .rollout.recorded import Recorded  # only such runs need it
+            from .reuse.recorded import Recorded  # only such runs need it
 
             writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
             self._recorded = Recorded(args, train_dataset, writers)
@@ -208,7 +204,7 @@ class OPOTrainer(GRPOTrainer):
             if args.prefetch_rollouts:
                 self._prefetch_rollouts(options)
             if args.vllm_mode == "server" and self.accelerator.is_main_process:
-                from .rollout.vllm_server import watched  # only such runs need it
+                from .generation.vllm_server import watched  # only such runs need it
 
                 watch = watched(engine.vllm_client.base_url)
                 engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
@@ -299,7 +295,7 @@ class OPOTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
         Train, from the beginning or from a checkpoint: its folder, `"last"` or `"auto"`; see
-        [`rollout.checkpoint.resolve`].
+        [`resume.checkpoint.resolve`].
 
         Raises:
             `ValueError`: the checkpoint is not complete, or of a run with other settings; or no weight would be

@@ -36,7 +36,7 @@ BELOW = (
     "transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 huggingface_hub==2.4.0",
 )
 ENVIRONMENTS = [f"trl=={release} {below}" for release in TRL for below in BELOW]
-SUITES = ("test_trl", "test_parity", "test_trainer", "rollout/test_checkpoint")
+SUITES = ("test_trl", "test_parity", "test_trainer", "resume/test_checkpoint")
 VERDICT = """
 from opo_trl import contract
 from opo_trl.trl import untested

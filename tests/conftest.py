@@ -46,7 +46,7 @@ FIRST = (
     "test_ports",
     "test_replay",
     "test_checkpoint",
-    "test_planning",
+    "test_cutting",
     "test_trainer_options",
     "test_trainer",
 )

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 from trl import GRPOConfig, TrlParser
 
 from opo_trl import OPOConfig
-from opo_trl.arguments import OPOScriptArguments
+from opo_trl.command.arguments import OPOScriptArguments
 from opo_trl.fields import default, field_problems
 from opo_trl.objectives import OBJECTIVES
 

@@ -13,16 +13,11 @@ from helpers import BACKEND, PRETEND, PROMPTS, SMALL, logged, snapshot
 from invariance.launch import launch, logs
 from PIL import Image
 from tiny_special import vision_model
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    EarlyStoppingCallback,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, EarlyStoppingCallback
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.evaluate import evaluate
-from opo_trl.rollout import checkpoint
+from opo_trl.resume import checkpoint
 
 
 PLAIN = Dataset.from_dict({"prompt": PROMPTS})

@@ -8,18 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import (
-    PRETEND,
-    RECIPES,
-    Script,
-    even_tokens,
-    free_port,
-    logged,
-    make_trainer,
-    snapshot,
-    trained,
-)
-from launch.test_train import arguments
+from command.test_train import arguments
+from helpers import PRETEND, RECIPES, Script, even_tokens, free_port, logged, make_trainer, snapshot, trained
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import distributed
@@ -30,9 +20,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.generation.vllm_generation import VLLMGeneration
 
 from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.command.train import main
 from opo_trl.data.arithmetic import base_model_path
-from opo_trl.rollout.frozen_base import FrozenBase
-from opo_trl.train import main
+from opo_trl.models.frozen_base import FrozenBase
 
 
 OPTIONS = {"max_steps": 3, "num_iterations": 2, "beta": 0.1}

@@ -11,10 +11,10 @@ from helpers import SMALL, USE_CPU
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.arguments import OPOScriptArguments
-from opo_trl.launch.recipe import parse
-from opo_trl.launch.rewards import load_reward
-from opo_trl.train import main
+from opo_trl.command.arguments import OPOScriptArguments
+from opo_trl.command.named_rewards import load_reward
+from opo_trl.command.recipe import parse
+from opo_trl.command.train import main
 
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import torch
 from helpers import BACKEND, RecordingGRPO, RecordingOPO, Script, distance, even_tokens, logged, norm, trained
 from invariance.launch import launch, logs
 
-from opo_trl.rollout.rows import completion_tokens
+from opo_trl.batch import completion_tokens
 from opo_trl.trl import temporarily
 
 

@@ -19,11 +19,11 @@ from sympy.core import evalf
 
 from opo_trl import OPOConfig, OPOTrainer
 from opo_trl.checks.weights import check_weights
-from opo_trl.launch.recipe import read
+from opo_trl.command.recipe import read
+from opo_trl.command.train import main
+from opo_trl.resume.checkpoint import load_state
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards.accuracy import accuracy_reward, score
-from opo_trl.rollout.checkpoint import load_state
-from opo_trl.train import main
 
 
 ARITHMETIC = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "opo.yaml"

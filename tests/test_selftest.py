@@ -17,7 +17,7 @@ def test_installed_releases_are_right(tmp_path):
     """Started inside a launch of eight processes, of which it must not become one."""
     place = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
     place |= {"SLURM_NTASKS": "8", "SLURM_PROCID": "3", "ACCELERATE_MIXED_PRECISION": "fp16"}
-    command = [sys.executable, "-m", "opo_trl.launch.cli", "selftest"]
+    command = [sys.executable, "-m", "opo_trl.command.cli", "selftest"]
     status, output = run_to_its_end(command, environment(**place), limit=600)
     assert status == 0, output
     assert "WRONG" not in output

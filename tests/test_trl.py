@@ -253,7 +253,7 @@ def run(release: Path, *command: object) -> tuple[int, str]:
 
 def test_simulated_later_release_trains_with_notes(tmp_path):
     """By the command, which starts a process that trains: only that one notes what differs."""
-    command = ["-m", "opo_trl.launch.cli", "train", "recipes/arithmetic/opo.yaml", "--output_dir", tmp_path / "run"]
+    command = ["-m", "opo_trl.command.cli", "train", "recipes/arithmetic/opo.yaml", "--output_dir", tmp_path / "run"]
     small = ["--max_steps", 2, "--report_size", 4, "--validation_size", 4]
     status, output = run(simulate(tmp_path / "simulated", edits=LATER), *command, *small)
     assert status == 0, output
@@ -291,7 +291,7 @@ for module in ("config", "trainer", "evaluate", "train"):
         importlib.import_module("opo_trl." + module)
     except ImportError as error:
         print(error)
-from opo_trl.launch.cli import main
+from opo_trl.command.cli import main
 assert main(["train", "recipes/arithmetic/opo.yaml"]) == 2
 """
 
@@ -316,7 +316,7 @@ import sys
 
 sys.modules["trl"] = sys.modules["transformers"] = None
 import opo_trl, opo_trl.objective, opo_trl.report.run_report
-from opo_trl.launch.cli import main
+from opo_trl.command.cli import main
 
 assert main(["recipes"]) == main(["report", "{run}"]) == 0
 assert main(["diagnose", "{run}"]) in (0, 1)

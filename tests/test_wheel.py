@@ -108,6 +108,6 @@ def test_wheel_trains_in_a_separate_environment(wheel, tmp_path):
     assert run(*own, command, "--version").strip() == opo_trl.__version__
     run(*own, command, "recipes", recipe, cwd=tmp_path)
     small = ("--output_dir", "run", "--max_steps", 1, "--report_size", 4, "--validation_size", 4)
-    run(*own, python, "-m", "opo_trl.train", f"recipes/{recipe}", *small, cwd=tmp_path)
+    run(*own, python, "-m", "opo_trl.command.train", f"recipes/{recipe}", *small, cwd=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["optimizer_steps"] == 1

@@ -2,12 +2,7 @@
 
 import torch
 from tiny import make_tokenizer
-from transformers import (
-    ProcessorMixin,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-)
+from transformers import ProcessorMixin, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from opo_trl.checks.secrets import mask
-from opo_trl.report.run_folder import LOG, RECIPE, is_finished, is_run, read_settings
+from opo_trl.report.run_files import LOG, RECIPE, is_finished, is_run, read_settings
 
 from .runs import Settings, check_comparable
 
@@ -50,7 +50,7 @@ class Job:
     @property
     def command(self) -> list[str]:
         own = ["--output_dir", str(self.folder), "--seed", str(self.seed), "--disable_tqdm", "true"]
-        start = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(self.recipe)]
+        start = [sys.executable, "-m", "opo_trl.command.cli", "train", "--config", str(self.recipe)]
         return [*start, *own, "--resume_from_checkpoint", "auto", *self.fields]
 
 
@@ -58,7 +58,7 @@ def check(job: Job) -> None:
     """
     Check a run's recipe, and that a finished run, or one that would resume from a checkpoint, has the same settings.
     """
-    from opo_trl.launch.recipe import read  # takes seconds
+    from opo_trl.command.recipe import read  # takes seconds
 
     found = read(["--config", str(job.recipe), *job.fields, "--seed", str(job.seed)])
     if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):

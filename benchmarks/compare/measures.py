@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from opo_trl.metrics.log import Points, finite, number
-from opo_trl.report.run_folder import by_decoding
+from opo_trl.report.run_files import by_decoding
 
 from ..intervals import Difference, Estimate, estimate, paired_difference
 from .runs import Run, completions_per_optimizer_step, optimizer_steps_per_rollout

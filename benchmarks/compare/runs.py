@@ -9,7 +9,7 @@ from typing import Any
 
 from opo_trl.checks.files import read_json
 from opo_trl.checks.text import one_line
-from opo_trl.report.run_folder import (
+from opo_trl.report.run_files import (
     ENVIRONMENT,
     LOG,
     RECIPE,

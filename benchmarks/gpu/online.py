@@ -29,7 +29,7 @@ from opo_trl.checks.files import read_json, read_lines, write_json, write_lines
 from opo_trl.data.arithmetic import base_model_path
 from opo_trl.data.few_shot import make_problems
 from opo_trl.metrics.log import PHASES
-from opo_trl.report.run_folder import LOG, SUMMARY
+from opo_trl.report.run_files import LOG, SUMMARY
 
 from ..many_runs import options
 from ..record import begin
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **(ON_GPU if torch.cuda.is_available() else {}),
         **(TINY if args.tiny else FULL),
     }
-    words = [sys.executable, "-m", "opo_trl.launch.cli", "train", *options(fields)]
+    words = [sys.executable, "-m", "opo_trl.command.cli", "train", *options(fields)]
     file = args.output / "online.json"
     found = begin(file, {"tiny": args.tiny, "run": " ".join(words[1:])})
     (args.output / "data").mkdir(exist_ok=True)

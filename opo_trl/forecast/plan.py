@@ -13,7 +13,7 @@ from pyarrow import compute
 from trl.data_utils import prepare_multimodal_messages
 
 from ..data import tokenize_prompts
-from ..data.rollouts import RECORDED
+from ..reuse.reading import RECORDED
 from . import memory
 
 

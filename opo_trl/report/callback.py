@@ -4,8 +4,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .diagnosis import entries, numbers
 from .diagnostics import conclusion, judge
+from .logs import entries, numbers
 
 
 class Diagnose(TrainerCallback):

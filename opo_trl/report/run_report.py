@@ -21,7 +21,7 @@ from scipy import stats
 from ..checks import files
 from ..checks.secrets import mask, mask_text
 from ..checks.text import one_line, printable
-from . import run_folder
+from . import run_files as run_folder
 from .diagnostics import conclusion, judge, spark
 
 

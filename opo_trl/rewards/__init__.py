@@ -2,7 +2,8 @@
 Rewards: from completions to numbers, isolated from the training process.
 
 To add a reward, write a function `(completions, **columns) -> list[float | None]` in its own module here, and
-add it to `REWARDS` in `opo_trl/launch/rewards.py` for recipes. Recipes also accept the dotted path of any function.
+add it to `REWARDS` in `opo_trl/command/named_rewards.py` for recipes. Recipes also accept the dotted path of any
+function.
 """
 
 __all__ = ["accuracy_reward"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..rollout.first_step import advantages_of
+from ..generation.first_step import advantages_of
 
 
 Weights = Mapping[str, Tensor]

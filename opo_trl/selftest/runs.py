@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 from .. import __version__, contract
 from ..config import OPOConfig
 from ..data.arithmetic import base_model_path, make_problems
-from ..rollout.first_step import FirstStep
+from ..generation.first_step import FirstStep
 from ..trainer import OPOTrainer
 from ..trl import TESTED
 from .reference import Reference, Sample, Weights, chosen

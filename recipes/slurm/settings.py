@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 
 with contextlib.redirect_stdout(sys.stderr):  # libraries may print when they are imported
-    from opo_trl.launch.recipe import read
+    from opo_trl.command.recipe import read
 
 
 # Settings that server and trainer share: argument of `trl vllm-serve` → field.

@@ -12,7 +12,7 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 
 def test_one_process_in_place_of_two_is_refused(tmp_path: Path):
     folder = tmp_path / "run"
-    recipe = ["-m", "opo_trl.train", str(RECIPES / "arithmetic" / "opo.yaml"), "--output_dir", str(folder)]
+    recipe = ["-m", "opo_trl.command.train", str(RECIPES / "arithmetic" / "opo.yaml"), "--output_dir", str(folder)]
     status, said = run_to_its_end([*ACCELERATE, "--cpu", "--num_processes", "2", *recipe], environment(), limit=200)
     assert status == 1
     assert "opo-trl train: error: num_processes is above 1, but `accelerate launch` has started one process" in said

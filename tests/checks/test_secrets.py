@@ -9,9 +9,9 @@ import torch
 from trl import ModelConfig
 
 from opo_trl import OPOConfig
-from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks.secrets import lost, mask, mask_words
 from opo_trl.checks.text import report_error
+from opo_trl.command.arguments import OPOScriptArguments
 
 
 SECRET = "plainword"

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from opo_trl.launch.recipe import parse, read
+from opo_trl.command.recipe import parse, read
 
 
 FIELDS = ["--output_dir", "run", "--use_cpu", "true", "--bf16", "false"]

@@ -5,9 +5,9 @@ import zlib
 
 import pytest
 
+from opo_trl.command.named_rewards import load_reward
 from opo_trl.data.few_shot import LEVELS, SPLIT_SIZES, first_line_reward, make_problems
 from opo_trl.data.problems import load_problems
-from opo_trl.launch.rewards import load_reward
 
 
 SOLVED = {"addition": sum, "largest": max}

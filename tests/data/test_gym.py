@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from opo_trl import train
-from opo_trl.arguments import OPOScriptArguments
 from opo_trl.checks.files import read_json, read_lines
+from opo_trl.command import train
+from opo_trl.command.arguments import OPOScriptArguments
 from opo_trl.data import gym, load_problems, to_prompts
 from opo_trl.data.gym import INSTRUCTION, gym_reward, make_problems
 from opo_trl.data.prompts import without_overlap

@@ -20,7 +20,7 @@ from simulated import untested_release
 from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOTrainer
-from opo_trl.rollout.frozen_base import local_part
+from opo_trl.models.frozen_base import local_part
 
 
 CONFIG, MODEL, FOLDER = sys.argv[1], sys.argv[2], Path(sys.argv[3])

@@ -25,8 +25,8 @@ from peft import LoraConfig
 from simulated import untested_release
 from transformers import TrainerCallback
 
+from opo_trl.command.train import main
 from opo_trl.evaluate import evaluate
-from opo_trl.train import main
 
 
 pytestmark = pytest.mark.device(processes=1)

@@ -23,7 +23,7 @@ from peft import LoraConfig
 from processes import call
 from simulated import untested_release
 
-from opo_trl.train import main
+from opo_trl.command.train import main
 
 
 pytestmark = pytest.mark.device(processes=2)

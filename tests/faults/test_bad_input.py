@@ -22,9 +22,9 @@ from helpers import USE_CPU
 from safetensors.torch import load_file, save_file
 from trl import GRPOConfig
 
-from opo_trl import OPOConfig, train
-from opo_trl.launch import cli
-from opo_trl.launch.output_dir import KEPT
+from opo_trl import OPOConfig
+from opo_trl.command import cli, train
+from opo_trl.command.run_folder import KEPT
 
 
 RECIPE = {

@@ -18,7 +18,7 @@ from invariance.canonical import REWARDS, Form, make_trainer, weights
 from invariance.launch import launch, logs
 from transformers import TrainerCallback
 
-from opo_trl.rollout.checkpoint import load_state
+from opo_trl.resume.checkpoint import load_state
 
 
 TOLERANCE = 1e-4

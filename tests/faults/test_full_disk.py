@@ -10,7 +10,7 @@ from invariance.launch import launch
 from safetensors import SafetensorError
 
 from opo_trl import OPOTrainer
-from opo_trl.rollout.checkpoint import fault, last_complete
+from opo_trl.resume.checkpoint import fault, last_complete
 
 
 OPTIONS = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "learning_rate": 1e-4}

@@ -12,8 +12,8 @@ from helpers import Recording, even_tokens, make_trainer, snapshot, trained, wai
 from invariance.launch import launch, logs
 from transformers import TrainerCallback
 
-from opo_trl.launch.signals import StopOnSignal, StoppedBySignal
-from opo_trl.rollout.checkpoint import fault, last_complete
+from opo_trl.command.signals import StopOnSignal, StoppedBySignal
+from opo_trl.resume.checkpoint import fault, last_complete
 
 
 def run(model: str, folder: Path, meanwhile: Callable[[], None] = lambda: None, **options) -> Recording:

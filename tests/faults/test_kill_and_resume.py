@@ -20,7 +20,7 @@ from helpers import without_times
 from invariance.canonical import Form, make_trainer, weights
 from invariance.launch import launch, logs
 
-from opo_trl.rollout import checkpoint
+from opo_trl.resume import checkpoint
 
 
 # Log entries cover three optimizer steps, so some checkpoints lie between them.

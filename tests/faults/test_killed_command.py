@@ -16,10 +16,10 @@ from helpers import DEVICE_FIELDS, wait_until, without_times
 from invariance.launch import launch, logs
 from safetensors.torch import load_file
 
-from opo_trl.launch.recipe import parse
-from opo_trl.rollout.checkpoint import fault
-from opo_trl.rollout.elastic import CUT
-from opo_trl.train import main
+from opo_trl.command.recipe import parse
+from opo_trl.command.train import main
+from opo_trl.resume.checkpoint import fault
+from opo_trl.resume.other_processes import CUT
 
 
 # A run takes a few seconds.

@@ -13,7 +13,7 @@ import psutil
 from helpers import USE_CPU, devices_for, environment, several_processes, wait_until
 
 from opo_trl.checks.files import read_lines
-from opo_trl.rollout.checkpoint import last_complete
+from opo_trl.resume.checkpoint import last_complete
 
 from .test_killed_command import OPTIONS, RECIPE
 
@@ -35,7 +35,7 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen, list[
     """The launcher and the two processes of a run in `folder / "run"`, after its first step."""
     fields = {**OPTIONS, "max_steps": 1000, "save_steps": 1000, "output_dir": folder / "run", "num_processes": 2}
     fields |= {"per_device_train_batch_size": OPTIONS["per_device_train_batch_size"] // 2, "main_process_port": 0}
-    command = [sys.executable, "-m", "opo_trl.launch.cli", "train", "--config", str(RECIPE), *more]
+    command = [sys.executable, "-m", "opo_trl.command.cli", "train", "--config", str(RECIPE), *more]
     command += several_processes(folder, "cpu" if USE_CPU else "multi_gpu")
     command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     before, settings, training = len(steps(folder)), environment(**devices_for(2)), []

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.shapes import QWEN3_1_7B
 from opo_trl.forecast import memory, plan
 from opo_trl.forecast.memory import Run, memory_plan
-from opo_trl.rollout import shared_prompts
+from opo_trl.updates import shared_prompts
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

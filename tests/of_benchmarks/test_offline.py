@@ -10,8 +10,8 @@ import torch
 
 from benchmarks import offline
 from opo_trl import OPOConfig
-from opo_trl.data.rollouts import RECORDED, load_rollouts
 from opo_trl.objective import Samples
+from opo_trl.reuse.reading import RECORDED, load_rollouts
 
 
 @pytest.mark.parametrize("task", offline.TASKS)

@@ -6,7 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from benchmarks import sampling, shared_beginning
-from opo_trl.rollout import shared_prompts
+from opo_trl.updates import shared_prompts
 
 
 PROMPTS = [[9, 8, 7, 6, 5], [9, 8, 7, 4], [9, 8, 7, 6, 3, 2]]

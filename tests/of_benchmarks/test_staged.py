@@ -14,7 +14,7 @@ from benchmarks.objectives import design
 from benchmarks.objectives.__main__ import RECORD
 from benchmarks.objectives.training import Run
 from benchmarks.staged import holm, read, run_missing
-from opo_trl.launch.recipe import parse
+from opo_trl.command.recipe import parse
 
 
 def killed_or_failed(run: int) -> dict:

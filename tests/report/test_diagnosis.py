@@ -15,11 +15,11 @@ from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 
 from opo_trl.checks import files
 from opo_trl.checks.files import write_json
-from opo_trl.launch.cli import main
-from opo_trl.report import diagnosis
+from opo_trl.command.cli import main
+from opo_trl.report import logs as diagnosis
 from opo_trl.report.callback import Diagnose
-from opo_trl.report.diagnosis import read
 from opo_trl.report.diagnostics import judge
+from opo_trl.report.logs import read
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from test_report import CELL, SETTINGS, scripted, text_of, write_run
 
 from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, read_json, write_json
-from opo_trl.launch.cli import main
+from opo_trl.command.cli import main
 from opo_trl.report import run_report
 from opo_trl.report.run_report import write_report
 

@@ -11,8 +11,8 @@ from transformers import TrainerControl, TrainerState
 
 from opo_trl.checks import files
 from opo_trl.checks.files import append_lines, write_json
-from opo_trl.launch.callbacks import LogFile, ProgressBar
-from opo_trl.launch.cli import main
+from opo_trl.command.callbacks import LogFile, ProgressBar
+from opo_trl.command.cli import main
 from opo_trl.report.diagnostics import conclusion, diagnostics, judge, trend
 from opo_trl.report.run_report import describe, write_report
 

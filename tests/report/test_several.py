@@ -7,7 +7,7 @@ import pytest
 from test_report import CELL, SETTINGS, scripted, write_run
 
 from opo_trl.checks.files import read_json, write_json
-from opo_trl.launch.cli import main
+from opo_trl.command.cli import main
 
 
 def cell(accuracy: float) -> dict:

@@ -22,8 +22,8 @@ from invariance.launch import launch, logs
 from trl.rewards import think_format_reward
 
 from opo_trl import OPOConfig
-from opo_trl.arguments import OPOScriptArguments
-from opo_trl.launch.rewards import load_rewards
+from opo_trl.command.arguments import OPOScriptArguments
+from opo_trl.command.named_rewards import load_rewards
 from opo_trl.rewards import accuracy_reward, scoring
 from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward

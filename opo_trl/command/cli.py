@@ -1,0 +1,184 @@
+"""
+The `opo-trl` command.
+
+    opo-trl train recipes/R.yaml [--accelerate_config X] [--field value] [--num_processes 4 …] [--plan]
+    opo-trl report RUN_FOLDER … [--output REPORT.html]
+    opo-trl diagnose RUN [--output REPORT.html]
+    opo-trl recipes [RECIPE] [--output FOLDER]
+    opo-trl selftest
+
+`opo_trl.checks.text` explains the exit status; of `diagnose`, 1 says that something is wrong with the run, of
+`selftest` with the installed releases.
+`--debug` also shows the traceback of an error.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..checks.text import report_error
+
+
+SHIPPED = Path(__file__).parents[1] / "recipes"  # the recipes of the package
+
+_FIRST_RUN = """\
+a first run, minutes on a CPU:
+  opo-trl recipes arithmetic/opo.yaml
+  opo-trl train recipes/arithmetic/opo.yaml
+your own problems with answers:
+  opo-trl recipes own_data.yaml
+"""
+
+
+# Commands of version 0.1, and what is done instead.
+_GONE = {
+    "env": "use `trl env`, and `opo-trl --version`.",
+    "figures": "trackers draw curves (`report_to: trackio`), and the page of `opo-trl report` small ones.",
+    "compare": "train a run per recipe and seed with `opo-trl train`, then `opo-trl report RUN RUN …`.",
+    "evaluate": "use lm-eval's own on the folder of the run, such as `lm_eval --model hf --model_args "
+    "pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template`.",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of `opo-trl`; returns the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] and (said := _GONE.get(argv[0])):
+        return report_error(f"opo-trl {argv[0]}", ValueError(f"this command is gone: {said}"), debug=False)
+    try:
+        return _train(argv[1:]) if argv[:1] == ["train"] else _run(argv)
+    except (ValueError, ImportError, OSError) as error:  # an error of the file system names the file
+        return report_error(f"opo-trl {argv[0]}", error, debug="--debug" in argv)
+
+
+def _run(argv: list[str]) -> int:
+    form: Any = {"epilog": _FIRST_RUN, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    text = "Orthogonalized Policy Optimization on TRL."
+    parser = argparse.ArgumentParser(prog="opo-trl", description=text, **form)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("train", help="train from a recipe, through accelerate")  # which has its own parser
+    diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
+    text = "TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+    diagnose.add_argument("run", type=Path, help=text)
+    diagnose.add_argument("--output", type=Path, help="also write this .html file")
+    report = commands.add_parser("report", help="print the report of a run, or compare several finished ones")
+    report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
+    report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
+    recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
+    recipes.add_argument("recipe", nargs="?", help="recipe to copy")
+    text = "folder to copy to (default: recipes)"
+    recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
+    commands.add_parser("selftest", help="check in minutes that the installed releases train what they are told")
+    for command in (report, diagnose, recipes):
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    arguments = parser.parse_args(argv)
+    # Each command imports what it needs: TRL takes seconds.
+    if arguments.command == "report":
+        from ..report.run_report import report as write_report
+
+        write_report(arguments.folder, arguments.output)
+    elif arguments.command == "diagnose":
+        from ..report.logs import diagnose as judge
+
+        return judge(arguments.run, arguments.output)
+    elif arguments.command == "recipes":
+        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()), sep="\n")
+    elif arguments.command == "selftest":
+        from .. import selftest
+
+        return selftest.run()
+    else:
+        parser.print_help()
+    return 0
+
+
+def _described() -> list[str]:
+    """Each recipe of the package with the first line of its file, which says what it does."""
+    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate"]
+    said = {str(path.relative_to(SHIPPED)): path.read_text(encoding="utf-8").partition("\n")[0] for path in recipes}
+    width = max(map(len, said))
+    return [f"{name:<{width}}  {line.removeprefix('# ')}" for name, line in said.items()]
+
+
+def copy_out(name: str, output: Path) -> list[Path]:
+    """Copy a recipe, and the configuration of accelerate that it names; returns the files written."""
+    name = name.removeprefix("recipes/")
+    if not (recipe := SHIPPED / name).is_file():
+        raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
+    config = re.search(r"^accelerate_config: .*?(accelerate/\S+)", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    written = []
+    for part in [name, *(config.groups() if config else ())]:
+        target = output / part
+        if target.is_file() and target.read_bytes() != (SHIPPED / part).read_bytes():
+            raise ValueError(f"{str(target)!r} exists and differs from the package's. Move it, or set `--output`.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SHIPPED / part, target)
+        written.append(target)
+    return written
+
+
+def _train(argv: list[str]) -> int:
+    """Launch `command.train` through accelerate, which also gets every option that is not a field of a recipe."""
+    print("Loading libraries …", file=sys.stderr, flush=True)  # which takes seconds
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the process that trains notes what differs
+        from ..trl import temporarily  # checks versions
+    from .recipe import launch_words, read, set_variables
+    from .signals import pass_on_signals
+
+    given = read(argv)
+    set_variables(given.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
+    config_file = given.values["accelerate_config"]
+    words = [*(["--config_file", config_file] if config_file else []), *launch_words(given.launch), *given.unknown]
+    known, place = list(argv), 0
+    for word in given.unknown:  # argparse returns them in their order
+        place = known.index(word, place)
+        del known[place]
+    options = launch.launch_command_parser().parse_args([*words, "-m", "opo_trl.command.train", *known])
+    pass_on_signals()
+    try:
+        with temporarily(launch, simple_launcher=partial(_start, launch.simple_launcher, launch.multi_gpu_launcher)):
+            launch.launch_command(options)
+    except subprocess.CalledProcessError as error:
+        code = error.returncode
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+    else:
+        return 0
+    if code >= 0:  # the process has said why
+        return code
+    name = signal.Signals(-code).name
+    said = "opo-trl train: error: a training process was ended by"
+    print(f"{said} {name}. Continue with `--resume_from_checkpoint auto`.", file=sys.stderr)
+    return 128 - code  # as in a shell
+
+
+def _start(alone: Callable, together: Callable, options: Any) -> None:
+    """
+    Start as many processes as are asked for, where accelerate would start one `alone`: on a CPU, and with a
+    configuration for one GPU.
+    """
+    if options.mpirun_hostfile is None and (options.num_processes or 1) > 1:
+        os.environ["ACCELERATE_USE_CPU"] = str(options.cpu or options.use_cpu)
+        together(options)
+    else:
+        alone(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

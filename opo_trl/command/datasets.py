@@ -1,0 +1,142 @@
+"""
+The datasets of a run.
+
+A recipe can name any dataset: its columns are recognized, `columns` maps others, and a column `prompt` is taken as it
+is, as in TRL. To add one that needs code, as the embedded task does, see `opo_trl.data.problems.EMBEDDED`.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..config import OPOConfig
+from ..data import INSTRUCTION, drop_long_prompts, gym, to_prompts, without_overlap
+from ..data.files import is_single_file
+from ..data.problems import draw_or_load, has_prompts, select, take
+from ..data.prompts import Style
+from ..fields import require
+from ..reuse.reading import load_rollouts
+from .arguments import OPOScriptArguments
+
+
+logger = logging.getLogger(__name__)
+
+ALL = "all"  # as a level: every problem
+TEST_FRACTION = 0.2  # of a dataset that is one file
+
+
+@dataclass
+class Data:
+    """Datasets for training, validation, report and TRL's evaluation. Each has `prompt` and what the rewards read."""
+
+    training: Dataset
+    validation: Dataset | None
+    report: dict[str, Dataset]  # by level
+    evaluation: Dataset | None
+    plan: str  # which column was used as which field, as a line of the run's plan
+
+
+def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """
+    Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
+    split.
+    """
+
+    def fitting(prompts: Dataset) -> Dataset:
+        _check_template(script, prompts, tokenizer)
+        options, limit = cast(dict, args.chat_template_kwargs), script.max_prompt_length
+        return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
+
+    for name in args.chat_template_kwargs or ():
+        if name not in str(tokenizer.chat_template):
+            logger.warning(f"{name!r} of `chat_template_kwargs` has no effect: this model's chat template ignores it.")
+    if args.rollouts is None:
+        return _load_problems(script, args, fitting)
+    groups = fitting(load_rollouts(args.rollouts, args.num_generations, args.seed))
+    prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {args.rollouts}"
+    if not script.dataset_name:
+        return Data(groups, None, {}, None, plan)
+    data = _load_problems(script, args, fitting)
+    report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
+    validation, evaluation = (d and without_overlap(d, prompts) for d in (data.validation, data.evaluation))
+    return Data(groups, validation, report, evaluation, plan)
+
+
+def _check_template(script: OPOScriptArguments, data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the tokenizer can render the prompts of a dataset, with the tools that the model can call."""
+    is_text = isinstance(data[0]["prompt"], str)
+    if is_text and (script.tools or script.environment_factory):  # TRL describes none in a prompt of text
+        fix = "Set `prompt_style` to 'chat', or write each prompt as messages"
+        raise ValueError(f"`tools` and `environment_factory` need conversations, but the prompts are text. {fix}.")
+    if not is_text and tokenizer.chat_template is None:
+        said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
+        raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
+
+
+def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
+    name, columns, seed = str(script.dataset_name), cast(dict, script.columns or {}), script.subset_seed
+
+    def stored(split: str, levels: Sequence[str] | None) -> Dataset:
+        return draw_or_load(name, script.dataset_config, split, levels, cast(dict | None, script.dataset_settings))
+
+    has_split = script.dataset_train_split == "train" or not is_single_file(name)
+    require(has_split, "dataset_train_split", script.dataset_train_split, "'train': a file has no other")
+    rows = stored(script.dataset_train_split, script.levels)
+    style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
+    asked = "prompt" if style == "dataset" else "problem"
+    if style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
+        fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
+        raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
+    problems, sources = take(rows, columns, asked)
+    reads_boxes = "accuracy_reward" in (script.reward_funcs or ())
+    if style == "dataset" and reads_boxes and not any("boxed" in str(p) for p in problems["prompt"][:100]):
+        fix = "`columns: {problem: prompt}` adds `instruction` to each"
+        logger.warning(f"No prompt asks for an answer in \\boxed{{}}, which `accuracy_reward` reads: {fix}.")
+    said = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()] + [f"prompt_style: {style}"]
+    has_answers = "solution" in problems.column_names
+    levels = script.report_levels
+    if levels is None:
+        levels = (script.levels or [ALL]) if has_answers and script.reward_funcs else []
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    parts, share = None, script.test_fraction
+    if share is None and is_single_file(name) and (levels or evaluates or script.validation_steps):
+        share = TEST_FRACTION
+    if share is not None:
+        parts = problems.train_test_split(share, seed=seed)
+        said.append(f"{len(parts['test']):,} of its {len(problems):,} rows are held out (test_fraction: {share:g})")
+        problems = parts["train"]
+    training = select(problems, script.levels, script.fraction, seed)
+
+    def prompts_of(problems: Dataset) -> Dataset:
+        if style == "dataset":
+            return problems
+        return to_prompts(problems, style=cast(Style, style), instruction=str(script.instruction))
+
+    def held_out(levels: list[str] | None, size: int | None) -> Dataset:
+        levels = None if levels == [ALL] else levels
+        test = parts["test"] if parts else take(stored(script.dataset_test_split, levels), columns, asked)[0]
+        problems = without_overlap(select(test, levels, 1.0, seed), training)
+        if size is not None:
+            problems = problems.shuffle(seed=seed).select(range(min(size, len(problems))))
+        return prompts_of(problems)
+
+    prompts, of = fitting(prompts_of(training)), script.validation_levels
+    validation = held_out(of, script.validation_size) if script.validation_steps else None
+    evaluation = held_out(of, None) if evaluates else None
+    report = {}
+    try:
+        for level in levels:
+            report[level] = held_out([level], script.report_size)
+    except (OSError, ValueError) as error:
+        if script.report_levels is not None:
+            raise
+        logger.warning("No accuracy is measured before and after training: %s", error)
+    if not has_answers:
+        said.append("no column has answers")
+    chosen = f", levels {', '.join(script.levels)}" if script.levels else ""
+    plan = f"{len(prompts):,} prompts of {name} ({script.dataset_train_split}{chosen}): {'; '.join(said)}"
+    return Data(prompts, validation, report, evaluation, plan)

@@ -1,0 +1,117 @@
+"""The folder that a run writes into: what an earlier run has left there, and files that say how to repeat this one."""
+
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from ..checks import files
+from ..checks.secrets import mask, mask_words
+from ..config import CONTENT, OPTIMIZER, OPOConfig
+from ..report.run_files import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
+from ..resume.checkpoint import LAST, fault, last_complete, load_state, resolve
+from ..resume.other_processes import CUT, fitting
+
+
+logger = logging.getLogger(__name__)
+
+# Fields that a run keeps when it resumes from a checkpoint, besides those of LoRA: all but its length, its learning
+# rate, what it saves, logs, validates and reports, and how it is executed. A checkpoint would hide new values of
+# optimizer and schedule.
+KEPT = (
+    *("model_name_or_path", "model_revision", "dtype", "load_in_8bit", "load_in_4bit", "use_peft", "use_dora"),
+    *("use_rslora", *OPTIMIZER, "lr_scheduler_type", "seed", *CONTENT),
+)
+
+
+def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The `gradient_accumulation_steps` and `steps_per_generation` with which a recipe that resumes, perhaps on another
+    number of processes, keeps its completions per optimizer step and rollout; empty if it has changed these itself.
+    `values` are those of all fields.
+    """
+    # Each process looks for itself: how processes are connected depends on these values.
+    wanted, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
+    folder = Path(str(last_complete(output_dir) if wanted in LAST else wanted))
+    stored = {} if fault(folder) else yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE, follow=True))
+    if not stored or any(stored.get(name) != recipe.get(name) for name in (*CUT[2:], "generation_batch_size")):
+        return {}
+    own = {**values, "processes": int(os.environ.get("WORLD_SIZE", 1))}
+    return {**fitting(load_state(folder, 0)["settings"], own), "generation_batch_size": None}
+
+
+def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: bool) -> str | None:
+    """
+    The checkpoint that a run resumes from, if any.
+
+    Raises:
+        `ValueError`: it was trained with another model, data or method, or the folder holds another run.
+    """
+    checkpoint = resolve(args.resume_from_checkpoint, args.output_dir)
+    saved = read_settings(Path(checkpoint).resolve().parent) if checkpoint else {}
+    names = [*KEPT, *(name for name in settings if name.startswith("lora_"))]
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # its rate is a result
+        names.append("learning_rate")
+    differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
+    lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
+    if lines:
+        said = f"resume_from_checkpoint={checkpoint!r} belongs to a run with other settings:"
+        fix = "Set the same values here, or start a new `output_dir` from its weights: set `model_name_or_path` to it."
+        raise ValueError("\n".join([said, *lines, fix]))
+    if is_run(Path(args.output_dir)) and not (overwrite or _continues(args, checkpoint)):
+        fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
+        raise ValueError(f"output_dir={args.output_dir!r} holds another run. Choose another `output_dir`, {fix}.")
+    return checkpoint
+
+
+def _continues(args: OPOConfig, checkpoint: str | None) -> bool:
+    """Whether the run in the folder goes on: from its own checkpoint, or from the beginning if it has none yet."""
+    folder = Path(args.output_dir)
+    if checkpoint is None:
+        return args.resume_from_checkpoint == "auto" and not is_finished(folder)
+    return Path(checkpoint).resolve().parent == folder.resolve()
+
+
+def claim(args: OPOConfig, checkpoint: str | None) -> None:
+    """Move an earlier run, unless it goes on, aside: to the first of `folder-2`, `folder-3` … that is free."""
+    folder = Path(args.output_dir)
+    if is_run(folder) and not _continues(args, checkpoint):
+        folder.rename(aside := files.free(folder))
+        logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.log_completions:
+        (folder / "completions").mkdir(exist_ok=True)  # TRL's trainer has made it before
+
+
+def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
+    """Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets."""
+    files.write_json(folder / SETTINGS, mask(settings))  # first: from now on, it is a run's folder
+    files.write(folder / RECIPE, yaml.safe_dump(mask(recipe), sort_keys=False, allow_unicode=True))
+    environment = {
+        "seed": seed,
+        "command": mask_words(sys.argv),
+        "git_commit": git_commit(Path(__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
+        "packages": dict(sorted((found.name, found.version) for found in distributions() if found.name)),
+    }
+    files.write_json(folder / ENVIRONMENT, environment)
+
+
+def git_commit(folder: Path) -> str | None:
+    """Commit of a folder's checkout, with `-dirty` appended if files differ; `None` outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):  # no git, or a file system that is too slow for it
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

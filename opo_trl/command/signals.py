@@ -1,0 +1,71 @@
+"""
+SIGTERM and Ctrl-C, which a scheduler or a person sends to end a run that will be resumed.
+
+A run finishes the current optimizer step, saves a checkpoint and ends with the status that shells give the signal, 143
+or 130.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+import psutil
+
+from ..resume.interrupts import SaveOnInterrupt
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StoppedBySignal(SystemExit):
+    """Training has ended after a signal, with a checkpoint. A script that does not catch it exits with its `code`."""
+
+    code: int
+
+
+class StopOnSignal(SaveOnInterrupt):
+    """
+    Within this context, SIGTERM and Ctrl-C end training after the current optimizer step, with a checkpoint.
+
+    Whichever process receives the signal, all of them stop after the same step: they agree once per optimizer step.
+    `opo-trl train` trains in this context; so can your own script:
+
+    ```python
+    >>> with StopOnSignal(trainer):
+    ...     trainer.train(resume_from_checkpoint="auto")
+    ```
+
+    Raises:
+        [`StoppedBySignal`]: a `SystemExit`, from `trainer.train`, when the checkpoint is written, with 128 plus the
+            signal's number.
+    """
+
+    way_out, way_back = "Ctrl-\\", "--resume_from_checkpoint last"
+
+    def _handled(self) -> Sequence[int]:
+        return SIGNALS
+
+    def _receive_again(self, number: int, frame: FrameType | None) -> None:
+        """Wait for the checkpoint: a scheduler may repeat its signal."""
+
+    def _end(self) -> None:
+        self.trainer.accelerator.end_training()
+        raise StoppedBySignal(128 + self._agreed)
+
+
+def pass_on_signals() -> None:
+    """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and let them end by themselves."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if not (started := psutil.Process().children()):
+            sys.exit(128 + number)
+        for process in started:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # PyTorch's launcher would kill them after 30 seconds
+    for number in SIGNALS:
+        signal.signal(number, pass_on)

@@ -1,0 +1,204 @@
+"""
+Train a model with OPO or another method, from a recipe.
+
+    accelerate launch [--config_file recipes/accelerate/X.yaml] -m opo_trl.command.train recipes/R.yaml [--alpha 0.3]
+
+A recipe is a flat YAML file with fields of [`OPOScriptArguments`], [`OPOConfig`] and [`~trl.ModelConfig`]; fields on
+the command line override it. The files of a run are listed in `opo_trl.report.run_files`.
+"""
+
+import dataclasses
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+# First, because it checks versions: another release may lack names that are imported below.
+from ..trl import temporarily  # isort: skip
+
+from transformers import AutoTokenizer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import get_peft_config, get_quantization_config
+
+from ..checks import files
+from ..checks.secrets import mask, mask_words
+from ..checks.text import report_error
+from ..checks.weights import check_weights
+from ..data.arithmetic import EMBEDDED_MODELS
+from ..fields import require
+from ..models.adapter import tokenizer_source
+from ..report import run_files as run_folder
+from ..report.run_report import accuracies, accuracy_lines, write_report
+from ..resume.checkpoint import check_resumable
+from ..reuse import recorded
+from ..reuse.reading import RECORDED
+from ..rewards.errors import RewardError
+from ..trainer import OPOTrainer
+from . import run_folder as output_dir
+from .arguments import OPOScriptArguments
+from .callbacks import LogFile, NewRate, ProgressBar, ReportBefore, Validation, measure
+from .datasets import Data, load_data
+from .named_rewards import check_columns, load_rewards, load_tools
+from .packages import check_packages
+from .recipe import parse
+from .signals import StopOnSignal, StoppedBySignal
+
+
+@dataclass
+class Run:
+    """A run that is ready to start, of which no file has been written."""
+
+    trainer: OPOTrainer
+    script: OPOScriptArguments
+    data: Data
+    checkpoint: str | None
+    recipe: dict[str, Any]  # as the run's folder stores it
+    settings: dict[str, Any]  # every setting, without secrets
+
+
+def prepare(argv: Sequence[str]) -> Run:
+    """
+    Do everything that comes before the first step.
+
+    Raises:
+        `ValueError`, `ImportError`, `OSError`: the run is impossible as requested; no file has been touched.
+    """
+    script, args, model_config, recipe = parse(argv)
+    check_packages(args, model_config)
+    settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
+    settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
+    require(model_config.model_name_or_path is not None, "model_name_or_path", None, "a model")
+    has_data = script.dataset_name or args.rollouts
+    require(bool(has_data), "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
+    checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
+
+    tools = load_tools(script)
+    reward_funcs = load_rewards(script, args)
+    path, trusted = str(model_config.model_name_or_path), {"trust_remote_code": args.trust_remote_code}
+    path = EMBEDDED_MODELS.get(path, path)
+    exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # the Hub has no such names
+    require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
+    revision: Any = {"revision": model_config.model_revision}
+    given: Any = args.model_init_kwargs or {}
+    source, of_source = tokenizer_source(path, revision | given)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=of_source, **trusted)
+    options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
+    options |= {"use_safetensors": True}  # pickled weights could run code
+    args.model_init_kwargs = options = {**revision, **options, **given}
+    if author := args.rollouts_model:
+        args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
+        check_weights("rollouts_model", author, trusted | options)
+
+    with args.main_process_first(desc="loading the dataset"):
+        data = load_data(script, args, tokenizer)
+    if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
+        check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
+
+    folder = Path(args.output_dir)
+    trainer = OPOTrainer(
+        model=path,
+        reward_funcs=reward_funcs,
+        args=args,
+        train_dataset=data.training,
+        eval_dataset=data.evaluation,
+        callbacks=[LogFile(folder)],
+        quantization_config=get_quantization_config(model_config),
+        peft_config=get_peft_config(model_config),
+        **tools,
+    )
+    if data.validation is not None:
+        steps, decoding = script.validation_steps, script.validation_decoding
+        trainer.add_callback(Validation(trainer, data.validation, steps=steps, decoding=decoding, folder=folder))
+    for default in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(default)
+    if not args.disable_tqdm:
+        trainer.add_callback(ProgressBar())
+    if checkpoint is not None:
+        trainer.add_callback(NewRate(trainer))
+        check_resumable(trainer, checkpoint)
+    trainer.plan += f"\n  {'data':<10} {data.plan}"
+    return Run(trainer, script, data, checkpoint, recipe, settings)
+
+
+def run(ready: Run) -> None:
+    """Train, and measure accuracies before and after."""
+    trainer, script, data, checkpoint = ready.trainer, ready.script, ready.data, ready.checkpoint
+    args, folder = trainer.args, Path(trainer.args.output_dir)
+    earlier = run_folder.read_summary(Path(checkpoint).resolve().parent) if checkpoint else {}
+    summary = {"before": earlier["before"]} if "before" in earlier else {}
+    is_main = trainer.accelerator.is_main_process
+    if is_main:
+        output_dir.claim(args, checkpoint)
+        output_dir.write_description(folder, recipe=ready.recipe, settings=ready.settings, seed=args.seed)
+        files.write(folder / run_folder.PLAN, trainer.plan + "\n")
+    before = ReportBefore(trainer, data.report, script.report_samples, summary)
+    trainer.callback_handler.callbacks.insert(0, before)  # prints above the progress bar
+    if checkpoint:
+        trainer.accelerator.print(f"Resuming from {checkpoint}.", flush=True)
+    started = time.perf_counter()
+    with StopOnSignal(trainer):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        seconds = round(time.perf_counter() - started - before.seconds, 1)
+        trainer.save_model(args.output_dir)
+    summary |= {"optimizer_steps": trainer.state.global_step, **({} if checkpoint else {"train_seconds": seconds})}
+    summary["after"] = measure(trainer, data.report, script.report_samples)
+    lines = accuracy_lines(accuracies(summary))
+    if is_main:
+        files.write_json(folder / run_folder.SUMMARY, summary)
+        on_hub = None if Path(script.dataset_name or ".").exists() else script.dataset_name
+        trainer.create_model_card(folder.name, on_hub)
+        with (folder / "README.md").open("a", encoding="utf-8") as card:
+            said = f"Trained on {data.plan}. Accuracy before → after training, with its 95 % interval:"
+            card.write("\n".join(["\n## Data and accuracy\n", said, "", *(f"- {line}" for line in lines), ""]))
+    if lines:
+        trainer.accelerator.print(*lines, sep="\n")
+    if args.push_to_hub:
+        with temporarily(trainer, create_model_card=lambda *_, **__: None):  # there is one, with accuracies
+            trainer.push_to_hub()
+    trainer.accelerator.end_training()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Entry point; returns the exit status: 2 for a recipe or command line that cannot be run, 1 for a reward function
+    that fails in training, 128 plus its number for a signal that ended training after a save.
+    """
+    # TRL still calls renamed fields of Transformers by their old names; users cannot fix that.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
+    if argv is None:
+        argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
+    debug, status = "--debug" in argv, 0
+    try:
+        ready = prepare(argv)
+    except (ValueError, ImportError, OSError, RewardError) as error:
+        return report_error("opo-trl train", error, debug=debug)
+    trainer = ready.trainer
+    if "--plan" in argv:
+        trainer.accelerator.print(trainer.plan)
+        trainer.accelerator.end_training()
+        return 0
+    try:
+        run(ready)
+    except StoppedBySignal as stopped:
+        status = stopped.code
+    except RewardError as error:
+        return report_error("opo-trl train", error, debug=debug, status=1)
+    finally:  # the report matters most when a run ends with an error
+        if trainer.accelerator.is_main_process:
+            write_report(Path(trainer.args.output_dir))
+    # That has shut the process group down, but its threads and connections live as long as the wrapped model
+    # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
+    # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.
+    del ready, trainer
+    gc.collect()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""From prompts to a scored rollout: their order, what samples completions, and what may fail."""

@@ -1,0 +1,1 @@
+"""Completions that are trained on again, or that others have written: replay, recorded rollouts, agents' logs."""

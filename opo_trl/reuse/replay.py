@@ -1,0 +1,82 @@
+"""
+Reuse of completions: which samples a pass trains on.
+
+The first pass over a rollout trains on its samples. With `max_staleness: 0`, so does each further pass. Otherwise a
+further pass draws as many samples from the latest `max_staleness` + 1 rollouts: each place of a group in a rollout is
+served by the group that one of these rollouts has there, among those whose advantages differ. So every process draws
+as many samples of its own, and the same groups are drawn whatever the number of processes.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..batch import concatenate, have_spread, take_rows
+from ..trl import MULTIMODAL_KEYS
+
+
+Rows = dict[str, Any]
+
+
+@dataclass
+class ReplayBuffer:
+    """The latest rollouts of this process, and of each which groups, over all processes, carry a learning signal."""
+
+    max_staleness: int  # rollouts that are kept besides the current one
+    num_generations: int
+    seed: int  # of the draws
+    process: int  # index of this process
+
+    def __post_init__(self):
+        self.rollouts: deque[Rows] = deque(maxlen=self.max_staleness + 1)  # the oldest first
+        self.useful: deque[list[bool]] = deque(maxlen=self.max_staleness + 1)
+
+    def add(self, rollout: Rows, advantages: torch.Tensor) -> None:
+        """
+        Add a rollout of this process; the oldest one is dropped.
+
+        Replay needs the `advantages` of all processes, `[N]`, NaN for completions that do not take part.
+        """
+        if self.max_staleness:
+            if images := sorted(rollout.keys() & {*MULTIMODAL_KEYS}):
+                said = f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}"
+                raise ValueError(f"{said}. Set `max_staleness` to 0.")
+            if self.rollouts and rollout.keys() != self.rollouts[-1].keys():
+                raise ValueError(f"max_staleness={self.max_staleness} needs the same entries in every rollout.")
+            self.useful.append(have_spread(advantages, advantages.isfinite(), self.num_generations).tolist())
+        self.rollouts.append(rollout)
+
+    def clear(self) -> None:
+        """Drop all rollouts."""
+        self.load_state_dict({})
+
+    def rows_of_pass(self, rollout: int, passed: int) -> Rows:
+        """This process's samples in a pass over the `rollout`, of this index in the run, after `passed` passes."""
+        latest = self.rollouts[-1]
+        if passed == 0 or len(self.rollouts) == 1:
+            return latest
+        useful = np.array(self.useful)
+        draws = np.random.default_rng((self.seed, rollout, passed, 1)).random(useful.shape)
+        # A place without a useful group is served by the current rollout.
+        draws[-1] += 2 * ~useful.any(axis=0)
+        chosen = np.where(useful | (draws > 1), draws, -1).argmax(axis=0)
+        n_local = len(latest["advantages"])
+        places = self.process * n_local + np.arange(n_local)
+        of_rollout = chosen[places // self.num_generations]
+        # Samples are taken before they are put together: a copy of the buffer would double its memory.
+        drawn = [take_rows(self.rollouts[k], np.flatnonzero(of_rollout == k)) for k in np.unique(of_rollout)]
+        return take_rows(concatenate(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors, numbers and text, for [`~ReplayBuffer.load_state_dict`]."""
+        return {"rollouts": list(self.rollouts), "useful": list(self.useful)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a state of [`~ReplayBuffer.state_dict`], or from an empty one."""
+        for kept, name in ((self.rollouts, "rollouts"), (self.useful, "useful")):
+            kept.clear()
+            kept.extend(state.get(name, ()))

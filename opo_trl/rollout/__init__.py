@@ -1,1 +1,0 @@
-"""From TRL's generation to micro-batches, and back after a kill."""

@@ -1,0 +1,89 @@
+"""`opo-trl recipes`, the help, and the command alone."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import opo_trl
+from opo_trl.command import cli
+from opo_trl.command.arguments import OPOScriptArguments
+from opo_trl.command.cli import copy_out
+from opo_trl.command.recipe import read
+from opo_trl.config import OPOConfig
+
+
+ROOT = Path(__file__).resolve().parents[2]
+WAITS_FOR_A_PORT = r"waits for a port .*: commit 6495d6c5ac08 of opo_trl .* TRL 1\.16; .* AsyncGRPOTrainer"
+
+
+def test_list_has_every_recipe_with_what_it_does(capsys):
+    assert cli.main(["recipes"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    recipes = [path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate"]
+    assert {*lines} == {str(path.relative_to(ROOT / "recipes")) for path in recipes}
+    assert lines["arithmetic/opo.yaml"].startswith("The embedded default: OPO teaches")
+
+
+def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recipes", "recipes/qwen3-1.7b/reuse/four_gpus.yaml"]) == 0
+    written = capsys.readouterr().out.split()
+    assert written == ["recipes/qwen3-1.7b/reuse/four_gpus.yaml", "recipes/accelerate/zero2.yaml"]
+    recipe = read(["--config", written[0]]).as_stored
+    assert (Path(written[0]).parent / recipe["accelerate_config"]).is_file()
+    # A second copy changes nothing; a change of the user's is kept.
+    copy_out("qwen3-1.7b/reuse/four_gpus.yaml", Path("recipes"))
+    Path(written[0]).write_text("mu: 1\n")
+    assert cli.main(["recipes", "qwen3-1.7b/reuse/four_gpus.yaml"]) == 2
+    assert "exists and differs from the package's" in capsys.readouterr().err
+    assert Path(written[0]).read_text() == "mu: 1\n"
+
+
+def test_help_has_every_field(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    listed = {*re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)}
+    assert {field.name for kind in (OPOScriptArguments, OPOConfig) for field in dataclasses.fields(kind)} <= listed
+
+
+def test_usage_imports_nothing_slow():
+    code = "import sys; from opo_trl.command import cli; print({'datasets', 'numpy', 'torch'} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare", "env", "figures"])
+def test_command_that_is_gone_says_what_to_do(capsys, command):
+    assert cli.main([command, "runs/x"]) == 2
+    assert capsys.readouterr().err.startswith(f"opo-trl {command}: error: this command is gone: ")
+
+
+def test_trainer_that_is_gone_says_what_to_use():
+    with pytest.raises(ImportError, match="RolloutTrainer is gone: use OPOTrainer with `objective`"):
+        _ = opo_trl.RolloutTrainer
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from opo_trl import AsyncOPOTrainer",
+        "from opo_trl import AsyncOPOConfig",
+        "from opo_trl import asynchronous",
+        "from opo_trl.asynchronous.trainer import AsyncOPOTrainer",
+    ],
+)
+def test_import_of_asynchronous_training_names_the_commit_that_has_it(statement):
+    with pytest.raises(ImportError, match=rf"^(AsyncOPO\w+|opo_trl.asynchronous) {WAITS_FOR_A_PORT}"):
+        exec(statement)
+
+
+def test_recipe_of_asynchronous_training_names_the_commit_that_has_it(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("trainer: async_opo\nin_process_staleness: 4\n")
+    for words in ([str(recipe)], [str(ROOT / "recipes" / "arithmetic" / "opo.yaml"), "--trainer", "async_opo"]):
+        assert cli.main(["train", *words]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(rf"trainer='async_opo' {WAITS_FOR_A_PORT}", said)

@@ -1,0 +1,266 @@
+"""Checks of the first rollout and optimizer step, which a release of TRL gets that has not been tested."""
+
+import logging
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import BACKEND, RecordingOPO, Script, even_tokens, make_trainer, trained
+from invariance.launch import launch, logs
+from simulated import untested_release
+from transformers import GenerationMixin
+from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
+
+from opo_trl.generation.first_step import FirstStep, advantages_of
+
+
+GENERATES = {"trainer_arguments": {"reward_funcs": even_tokens, "rollout_func": None}, "max_completion_length": 40}
+SCRIPTS = {
+    "masks": {
+        "script": partial(Script, truncated=(2,), tool_tokens={1: (1,), 6: (0, 2)}),
+        "mask_truncated_completions": True,
+    },
+    "scores": {
+        "script": partial(Script, rewards=[(1.0, None), (0.5, 2.0), (None, None), (0.25, 1.0)], functions=2),
+        "reward_weights": [1.0, 0.5],
+        "scale_rewards": "batch",
+    },
+    "scores of each": {"script": partial(Script, functions=2), "multi_objective_aggregation": "normalize_then_sum"},
+    "equal rewards": {"script": partial(Script, rewards=[0.1] * 4 + [0.1, 0.7, 0.3, 0.7]), "scale_rewards": "none"},
+    "KL": {"beta": 0.1, "temperature": 0.7},
+    "passes": {"num_iterations": 2, "steps_per_generation": 4, "max_steps": 3},
+    "generates": GENERATES,
+    "dynamic sampling": {**GENERATES, "max_sampling_rounds": 3},
+}
+
+
+def made_with(model: str, folder: Path, options: dict[str, Any]) -> Any:
+    """A trainer with one of these options and a script of its own."""
+    script = options.get("script", Script)()
+    return make_trainer(model, folder, **{**options, "script": script})
+
+
+@pytest.fixture
+def untested():
+    with untested_release():
+        yield
+
+
+# Changes of TRL and of what is below it
+
+
+def changed(name: str, change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """A patch of a method of TRL's trainer: `change` gets the trainer, and what the method returns."""
+    method = getattr(GRPOTrainer, name)
+
+    def patched(self, *args, **named):
+        return change(self, method(self, *args, **named))
+
+    return lambda patch: patch.setattr(GRPOTrainer, name, patched)
+
+
+def entry(name: str, change: Callable) -> Callable[[pytest.MonkeyPatch], None]:
+    """A patch that changes an entry of TRL's rollouts, or removes it."""
+
+    def change_entry(trainer: Any, rollout: dict[str, Any]) -> dict[str, Any]:
+        others = {key: value for key, value in rollout.items() if key != name}
+        value = change(rollout[name])
+        return others if value is None else others | {name: value}
+
+    return changed("_generate_and_score_completions", change_entry)
+
+
+def scaled_loss(patch: pytest.MonkeyPatch) -> None:
+    backward = Accelerator.backward
+    patch.setattr(Accelerator, "backward", lambda self, loss, **named: backward(self, loss / 2, **named))
+
+
+def biased(patch: pytest.MonkeyPatch) -> None:
+    """Standard deviations over n instead of n − 1."""
+    nanstd = grpo_trainer.nanstd
+    patch.setattr(grpo_trainer, "nanstd", lambda values, **named: nanstd(values, **named) * 0.75**0.5)
+
+
+def longer(patch: pytest.MonkeyPatch) -> None:
+    generate = GenerationMixin.generate
+
+    def generated(self, *args, generation_config=None, **named):
+        generation_config.max_new_tokens, generation_config.eos_token_id = 50, None
+        return generate(self, *args, generation_config=generation_config, **named)
+
+    patch.setattr(GenerationMixin, "generate", generated)
+    patch.setattr(GRPOTrainer, "eos_token_ids", property(lambda self: [999], lambda *_: None), raising=False)
+
+
+def shifted(mask: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(mask[:, :-1], (1, 0))
+
+
+BREAKS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
+    "entry": (entry("tool_mask", lambda mask: None), "entries of a rollout: 'tool_mask' is missing", SCRIPTS["masks"]),
+    "rows": (entry("advantages", lambda values: values[1:]), "'advantages' has 7 rows for 8 completions", {}),
+    "completion mask": (entry("completion_mask", shifted), "tokens and masks: the mask of completion 0, of ", {}),
+    "prompt mask": (
+        entry("prompt_mask", lambda mask: mask.roll(1, dims=1)),
+        "tokens and masks: the mask of prompt",
+        {},
+    ),
+    "truncation": (entry("completion_mask", torch.ones_like), "the mask of completion", SCRIPTS["masks"]),
+    "tool mask": (entry("tool_mask", torch.ones_like), "the mask of tool output in completion 1", SCRIPTS["masks"]),
+    "tokens": (entry("completion_ids", lambda ids: ids.flip(0)), "are not those that were generated", {}),
+    "advantages": (entry("advantages", lambda values: 1.01 * values), "advantages: that of completion 0 is", {}),
+    "deviations": (biased, "advantages: that of completion", {}),
+    "deviations of the batch": (biased, "advantages: that of completion", SCRIPTS["scores"]),
+    "deviations of each": (biased, "advantages: that of completion", SCRIPTS["scores of each"]),
+    "order of rewards": (
+        changed("_calculate_rewards", lambda trainer, rewards: rewards.flip(0)),
+        "rewards: reward_0 returned [",
+        {},
+    ),
+    "order of completions": (
+        changed("_generate_single_turn", lambda trainer, turn: (turn[0][::-1], turn[1])),
+        "prompt and completion 0 are not what the model has got and written",
+        GENERATES,
+    ),
+    "end of completions": (
+        changed("_generate_single_turn", lambda trainer, turn: ([ids[:-1] for ids in turn[0]], turn[1])),
+        "prompt and completion 0 are not what the model has got and written",
+        GENERATES,
+    ),
+    "longest completion": (longer, "completion 0 has 50 tokens, more than 40", GENERATES),
+    "order of prompts": (
+        changed("_tokenize_prompts", lambda trainer, made: (made[0][::-1], *made[1:])),
+        "prompts: the tokens of prompt 0 are those of another one",
+        GENERATES,
+    ),
+    "log-probabilities": (
+        changed("_get_per_token_logps_and_entropies", lambda trainer, made: (made[0].roll(1, dims=1), *made[1:])),
+        "log-probabilities: they are ",
+        {},
+    ),
+    "temperature": (
+        changed("_get_per_token_logps_and_entropies", lambda trainer, made: (0.9 * made[0], *made[1:])),
+        "log-probabilities: they are ",
+        {},
+    ),
+    "reference": (
+        entry("ref_per_token_logps", lambda logps: logps.roll(1, dims=0)),
+        "the reference policy: they are ",
+        SCRIPTS["KL"],
+    ),
+    "loss": (scaled_loss, "the loss of an optimizer step: its gradient is multiplied by [0.5], not once by 1.0", {}),
+}
+
+
+@pytest.mark.parametrize(("change", "text", "options"), BREAKS.values(), ids=BREAKS)
+def test_change_of_trl_ends_the_run(change, text, options, untested, monkeypatch, tiny_model, tmp_path):
+    trainer = made_with(tiny_model, tmp_path, options)
+    change(monkeypatch)
+    with pytest.raises(RuntimeError, match=r"With trl 1\.17\.0, OPO would train something else: ") as error:
+        trainer.train()
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("options", SCRIPTS.values(), ids=SCRIPTS)
+def test_checks_change_nothing(options, untested, monkeypatch, tiny_model, tmp_path):
+    made = []
+    for is_checked in (True, False):
+        trainer = made_with(tiny_model, tmp_path / str(is_checked), {"max_steps": 2, **options})
+        assert isinstance(trainer._first_step, FirstStep)
+        if not is_checked:
+            monkeypatch.setattr("opo_trl.trainer.untested", dict)
+        trainer.train()
+        assert trainer._first_step is None
+        made.append(trainer)
+    for checked, plain in zip(*(trainer.model.parameters() for trainer in made), strict=True):
+        assert torch.equal(checked, plain)
+
+
+class Shortened(RecordingOPO):
+    """A subclass that changes what is generated, as its user wants it."""
+
+    def _generate(self, prompts):
+        prompt_ids, completion_ids, *others = super()._generate(prompts)
+        return prompt_ids, [ids[:3] for ids in completion_ids], *others
+
+
+def test_what_a_subclass_changes_is_not_taken_for_a_fault(untested, tiny_model, tmp_path):
+    trainer = trained(tiny_model, tmp_path, trainer_class=Shortened, **GENERATES)
+    assert trainer.rollouts[0].completion_mask.sum() == 8 * 3
+
+
+ENTRIES = {
+    "a row each": lambda n: torch.zeros(n, 3),
+    "numbers": lambda n: torch.arange(n),
+    "a number": lambda n: torch.tensor(3.0),
+    "rows of groups": lambda n: torch.zeros(n // 4, 3),
+    "a list": lambda n: [[i] for i in range(n)],
+    "another list": lambda n: ["one", "two"],
+    "a text": lambda n: "text",
+    "nothing": lambda n: None,
+}
+
+
+@pytest.mark.parametrize("make", ENTRIES.values(), ids=ENTRIES)
+def test_unknown_entries_travel_or_are_left_out_with_a_note(make, untested, monkeypatch, tiny_model, tmp_path, caplog):
+    def add(trainer, rollout):
+        return rollout | {"novelty": make(len(rollout["advantages"]))}
+
+    changed("_generate_and_score_completions", add)(monkeypatch)
+    travels = make in (ENTRIES["a row each"], ENTRIES["numbers"])
+    with caplog.at_level(logging.WARNING):
+        trainer = trained(tiny_model, tmp_path, **GENERATES, max_sampling_rounds=2, num_iterations=2, max_steps=4)
+    notes = [record.getMessage() for record in caplog.records if "novelty" in record.getMessage()]
+    where = "travels with its samples" if travels else "is left out"
+    assert notes == [f"[RANK 0] A rollout has an entry 'novelty' that opo_trl does not read. It {where}."]
+    assert all(("novelty" in vars(rollout)) == travels for rollout in trainer.rollouts)
+
+
+def test_advantages_follow_the_definition():
+    """Two groups of three and two functions, one without a score of one completion; the last has none at all."""
+    nan = float("nan")
+    rewards = torch.tensor([[1, 4], [3, 4], [2, nan], [5, 1], [7, 0], [nan, nan]], dtype=torch.float64)
+    weights = torch.tensor([1.0, 0.5], dtype=torch.float64)
+
+    def of(scale: str, aggregation: str = "sum_then_normalize") -> list[float]:
+        return advantages_of(rewards, weights, 3, scale=scale, aggregation=aggregation).tolist()
+
+    sums = [3.0, 5.0, 2.0, 5.5, 7.0]
+    mean, other_mean = 10 / 3, 6.25
+    centred = [3 - mean, 5 - mean, 2 - mean, 5.5 - other_mean, 7 - other_mean]
+    assert of("none") == pytest.approx([*centred, 0])
+    deviations = [statistics.stdev(sums[:3])] * 3 + [statistics.stdev(sums[3:])] * 2
+    assert of("group") == pytest.approx([c / (d + 1e-4) for c, d in zip(centred, deviations, strict=True)] + [0])
+    assert of("batch") == pytest.approx([c / (statistics.stdev(sums) + 1e-4) for c in centred] + [0])
+    columns = [[-1, 1, 0, -1 / 2**0.5, 1 / 2**0.5], [0, 0, nan, 1 / 2**0.5, -1 / 2**0.5]]
+    parts = [one + (0 if math.isnan(other) else 0.5 * other) for one, other in zip(*columns, strict=True)]
+    expected = [(part - statistics.fmean(parts)) / statistics.stdev(parts) for part in parts]
+    assert of("group", "normalize_then_sum") == pytest.approx([*expected, 0], abs=1e-3)
+
+
+def train_in_two_processes(model: str, folder: str, is_broken: bool) -> None:
+    """Runs in each process; in the second one, a mask is shifted."""
+    options = {"per_device_train_batch_size": 2, "ddp_backend": BACKEND, "beta": 0.1, "scale_rewards": "batch"}
+    with untested_release(), pytest.MonkeyPatch.context() as patch:
+        trainer = make_trainer(model, Path(folder), **options)
+        if is_broken and trainer.accelerator.process_index == 1:
+            entry("completion_mask", shifted)(patch)
+        error = pytest.raises(RuntimeError, match="tokens and masks: the mask of completion 0")
+        with error if is_broken else nullcontext():
+            trainer.train()
+    assert trainer.state.global_step == (0 if is_broken else 1)
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_two_processes_raise_the_same_error(is_broken, tiny_model, tmp_path):
+    arguments = (tiny_model, str(tmp_path), is_broken)
+    status = launch(train_in_two_processes, *arguments, config="cpu", processes=2, folder=tmp_path / "logs")
+    assert status == [0, 0], logs(tmp_path / "logs")

@@ -1,0 +1,53 @@
+"""The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
+
+import pytest
+from helpers import PROMPTS, even_tokens, trained
+from transformers import TrainerCallback
+from trl.trainer.utils import RepeatSampler
+
+from opo_trl.generation.prompt_order import EpochSampler, PromptStream
+
+
+def test_prompts_have_the_order_of_trl():
+    arguments = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "seed": 11}
+    theirs, ours = RepeatSampler(range(10), **arguments), EpochSampler(range(10), **arguments)
+    epochs = [list(theirs) for _ in range(3)]
+    for epoch in (2, 0, 1):
+        ours.epoch = epoch
+        assert list(ours) == epochs[epoch]
+    assert epochs[0] != epochs[1]
+    plain = {**arguments, "shuffle": False}
+    assert list(EpochSampler(range(10), **plain)) == list(RepeatSampler(range(10), **plain))
+
+
+class EndsEpoch(TrainerCallback):
+    """Ends the first epoch after its second step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step == 2
+
+
+def test_the_next_epoch_follows_one_that_a_callback_ends(tiny_model, tmp_path):
+    asked: list[int] = []
+
+    def reward(prompts, **columns):
+        asked.extend(PROMPTS.index(prompt) for prompt in dict.fromkeys(prompts))
+        return even_tokens(**columns)
+
+    arguments = {"reward_funcs": reward, "rollout_func": None, "callbacks": [EndsEpoch()]}
+    trained(tiny_model, tmp_path, trainer_arguments=arguments, max_steps=6)  # two prompts in a rollout, for a step
+    order = RepeatSampler(range(8), mini_repeat_count=1, seed=42)
+    first, second = [*order], [*order]
+    assert asked == first[:4] + second
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_epoch_of_the_stream_has_every_prompt_once_in_an_order_of_its_own(shuffle):
+    stream, again, other = (PromptStream(7, seed=seed, shuffle=shuffle) for seed in (3, 3, 4))
+    drawn = [prompt for count in (1, 5, 3, 9, 3) for prompt in stream.draw(count)]
+    epochs = [drawn[0:7], drawn[7:14], drawn[14:21]]
+    assert [sorted(epoch) for epoch in epochs] == [[*range(7)]] * 3
+    assert (len({*map(tuple, epochs)}) == 3) is shuffle
+    again.position = 5
+    assert again.draw(16) == drawn[5:]
+    assert (other.draw(21) != drawn) is shuffle

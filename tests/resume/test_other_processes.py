@@ -1,0 +1,50 @@
+"""How the states of a checkpoint's processes are divided among others; whole runs are in `faults/test_elastic.py`."""
+
+import pytest
+import torch
+
+from opo_trl.resume.other_processes import CUT, divide, fitting
+
+
+def cut(*values: int) -> dict[str, int]:
+    return dict(zip(CUT, values, strict=True))
+
+
+def micro_batch(*samples: int, width: int, skipped: tuple[bool, ...]) -> dict:
+    """Samples that are told apart by their tokens, and whether others count that were left out."""
+    ids = torch.tensor(samples)[:, None].repeat(1, width)
+    valid, ratio = torch.ones(len(ids), dtype=torch.bool), torch.zeros(len(ids), 1)
+    rows = {"completion_ids": ids, "opo_valid": valid, "importance_sampling_ratio": ratio, "opo_shape": (1, 2, 3)}
+    return rows | {"opo_skipped": torch.tensor(skipped, dtype=torch.bool)}
+
+
+def test_every_process_gets_as_many_samples_of_a_step():
+    """Of six, which two processes were to compute in three calls; three were left out, of which one does not count."""
+    calls = (
+        [[], [micro_batch(1, 2, width=3, skipped=(True,))], []],
+        [[], [], [micro_batch(3, width=5, skipped=(False, True))]],
+    )
+    states = [
+        {"settings": cut(2, 1, 3, 6), "position": 3, "replay": {}, "buffer": [None] * 3 + of_process}
+        | {"pending_loss": torch.tensor(loss)}
+        for loss, of_process in zip((1.0, 3.0), calls, strict=True)
+    ]
+    parts = [divide(states, cut(3, 2, 1, 2), process) for process in range(3)]
+    assert [(part["pending_loss"].item(), part["position"]) for part in parts] == [(2.0, 1)] * 3
+    steps = [part["buffer"][0] for part in parts]
+    filler = [1, 1, 1, 0, 0]
+    ids = [[[1, 1, 1, 0, 0], filler], [[2, 2, 2, 0, 0], filler], [[3, 3, 3, 3, 3], filler]]
+    assert [step["completion_ids"].tolist() for step in steps] == ids
+    assert [step["opo_filler"].tolist() for step in steps] == [[False, True]] * 3
+    # A filler is not trained, and counts in the log as the sample that it replaces.
+    assert [step["opo_valid"].tolist() for step in steps] == [[True, False]] * 3
+    assert [step["opo_counts"].tolist() for step in steps] == [[True, True], [True, False], [True, True]]
+    assert all("opo_shape" not in step for step in steps)
+
+
+def test_other_processes_keep_the_completions_of_a_step_and_of_a_rollout():
+    assert fitting(cut(4, 2, 3, 6), cut(1, 3, 1, 1)) == {"gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    with pytest.raises(
+        ValueError, match=r"=5 on 2 processes does not divide the .* 24 .* step and 48 .* divides 24\."
+    ):
+        fitting(cut(4, 2, 3, 6), cut(2, 5, 1, 1))

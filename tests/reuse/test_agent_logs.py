@@ -1,0 +1,284 @@
+"""
+Logs of other programs as recorded rollouts. A test names the program, its file and the version whose source was read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from helpers import RecordingGRPO, trained
+
+from opo_trl.reuse.reading import RECORDED, load_rollouts
+
+
+def written(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / name)
+
+
+# verifiers 0.4.0: v1/utils/trace_store.py writes an `Episode` (v1/episode.py) per line, with the nodes of v1/graph.py
+
+
+def node(parent: int | None, role: str, content: str | None, ids=(), n_sampled=0, **more) -> dict[str, Any]:
+    """A message, and its tokens, the last of which the model has sampled."""
+    said = {"role": role, **({} if content is None else {"content": content}), **more}
+    return {
+        **({} if parent is None else {"parent": parent}),
+        "message": said,
+        "sampled": role == "assistant",
+        "token_ids": [*ids],
+        "mask": [place >= len(ids) - n_sampled for place in range(len(ids))],
+        "logprobs": [-0.5] * n_sampled,
+    }
+
+
+CALL = {"id": "c0", "type": "function", "name": "guess", "arguments": '{"number": 3}'}
+TOOL = {"type": "function", "name": "guess", "description": "Guess.", "parameters": {"type": "object"}}
+NODES = [
+    node(None, "user", "Game 1.", [10, 11]),
+    node(0, "assistant", None, [12, 20, 21], 2, tool_calls=[CALL]),
+    node(1, "tool", "higher", [30], tool_call_id="c0"),
+    node(2, "assistant", "done", [31, 40], 1),
+]
+
+
+def episode(key: str, *, nodes=NODES, reward: float = 1.0, ok: bool = True, trainable: bool = True) -> dict[str, Any]:
+    task = {"type": "Task", "data": {"idx": 0, "prompt": "Game 1."}, "key": key, "hash": key}
+    trace = {
+        "version": 1,
+        "verifiers": {"version": "0.4.0"},
+        "task": task,
+        "agent": {"config": {}, "name": "solver", "trainable": trainable},
+        "tools": [TOOL],
+        "nodes": nodes,
+        "calls": [{"node": 1, "sampling": {"temperature": 0.7}}, {"node": 3, "sampling": {"top_p": 0.9}}],
+        "rewards": {"found": {"score": reward, "weight": 2.0}, "style": {"score": 0.5, "weight": 1.0}},
+        "ok": ok,
+    }
+    return {"id": "0", "env": {"id": "game"}, "task": task, "ok": ok, "errors": [], "traces": [trace]}
+
+
+def test_verifiers_with_tokens(tmp_path, caplog):
+    branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
+    injected = [NODES[0], NODES[1], {**NODES[3], "parent": 1}, {**NODES[3], "parent": 2, "sampled": False}]
+    rows = [
+        episode("a"),
+        episode("a", reward=0.0, nodes=[*NODES, node(3, "user", "over", [50])]),
+        episode("b"),
+        episode("b", ok=False),
+        episode("a", trainable=False),  # a judge
+        *(episode("a", nodes=nodes) for nodes in (branched, injected, NODES[:1])),
+        {"id": "1", "env": {"id": "game"}, "task": episode("a")["task"], "ok": False, "errors": [], "traces": []},
+    ]
+    groups = load_rollouts(written(tmp_path, rows, "traces.jsonl"), 2)
+    assert "3 of its 7 traces are not one conversation" in caplog.text
+    assert groups["prompt"] == [[{"role": "user", "content": "Game 1."}]] * 2
+    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[2.5, 0.5], [2.5, None]]
+    row = groups[RECORDED][0][1]  # what follows the last sampled token is left out
+    assert (row["prompt_ids"], row["completion_ids"]) == ([10, 11, 12], [20, 21, 30, 31, 40])
+    assert (row["completion_mask"], row["logprobs"]) == ([1, 1, 0, 0, 1], [-0.5, -0.5, 0, 0, -0.5])
+    assert row["temperature"] == pytest.approx(0.7)
+    assert (row["top_p"], row["top_k"]) == (0.9, None)
+    assert row["completion"] == "done"  # for the check that tokens are of the model's tokenizer
+    # Log-probabilities that are not there are not taken for 0.
+    lacking = [*NODES[:3], {**NODES[3], "logprobs": []}]
+    with pytest.raises(ValueError, match=r"row 2: `logprobs` is \[-0\.5, -0\.5, None"):
+        load_rollouts(written(tmp_path, [episode("a"), episode("a", nodes=lacking)]), 2)
+
+
+def test_verifiers_without_tokens(tmp_path):
+    """As its default client, which calls any server, writes them."""
+    nodes = [{**each, "token_ids": [], "mask": [], "logprobs": []} for each in NODES]
+    row = load_rollouts(written(tmp_path, [episode("a", nodes=nodes)] * 2), 2)[RECORDED][0][0]
+    call = {"type": "function", "function": {"name": "guess", "arguments": '{"number": 3}'}}
+    assert [turn["content"] for turn in row["completion"]] == ["", "higher", "done"]
+    assert row["completion"][0]["tool_calls"] == [call]
+    assert row["tools"] == [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
+    assert "completion_ids" not in row
+    # prime-rl, which writes the same, names the group: a task comes again in a later step. `effective` repeats.
+    grouped = [episode("a", nodes=nodes, reward=k) | {"group": {"id": name}} for name in "xy" for k in (0.0, 1.0)]
+    for part in ("train/all", "train/effective", "eval/all"):
+        (folder := tmp_path / "rollouts" / "step_1" / part).mkdir(parents=True)
+        written(folder, grouped, "traces.jsonl")
+    groups = load_rollouts(str(tmp_path / "rollouts"), 2)
+    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.5, 2.5]] * 2
+
+
+def test_a_trace_of_verifiers_without_tokens_costs_itself_only(tmp_path, caplog):
+    """As if the server had failed to return those of one turn."""
+    without = [*NODES[:3], {**NODES[3], "token_ids": [], "mask": [], "logprobs": []}]
+    rows = [episode("a"), episode("a", nodes=without), episode("a", reward=0.0)]
+    (group,) = load_rollouts(written(tmp_path, rows), 2)[RECORDED]
+    assert [row["completion_ids"] for row in group] == [[20, 21, 30, 31, 40]] * 2
+    assert [row["reward"] for row in group] == [2.5, 0.5]
+    assert "1 of its 3 traces have no tokens. They are left out." in caplog.text
+
+
+def test_traces_that_are_all_branched_are_rejected(tmp_path):
+    branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
+    said = (
+        r"rollouts=.*row 1: this trace of verifiers, like all others, .* not one conversation.* each of their branches"
+    )
+    with pytest.raises(ValueError, match=said):
+        load_rollouts(written(tmp_path, [episode("a", nodes=branched)] * 2), 2)
+
+
+def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
+    rows = [{"prompt": "1+1=", "completion": "2", "reward": 1.0}, {"prompt": "1+1=", "completion": "2"}]
+    written(tmp_path, rows[:1], "a.jsonl"), written(tmp_path, rows[1:], "b.jsonl")
+    with pytest.raises(ValueError, match=r"only one of '.*a\.jsonl' and '.*b\.jsonl' has 'reward'"):
+        load_rollouts(str(tmp_path), 2)
+
+
+def test_the_folder_of_a_run_is_not_its_metrics(tmp_path):
+    """prime-rl (a28a9a4): utils/monitor/file.py writes metrics.jsonl beside `rollouts`."""
+    written(tmp_path, [{"step": 0, "time": 1.0, "loss": 0.1}], "metrics.jsonl")
+    (tmp_path / "rollouts").mkdir()
+    with pytest.raises(ValueError, match=r"rollouts=.* is the folder of a run. Name its '.*/rollouts', where"):
+        load_rollouts(str(tmp_path), 2)
+
+
+# Others, in the forms that these programs write
+
+
+ASK, ANSWER = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
+ITEM = {"type": "function_call", "call_id": "c0", "name": "guess", "arguments": "{}"}  # openai 2.x, `Response.output`
+OTHERS = {
+    # prime-rl 0.8.0 (559b447): trainer/rl/token_export.py, into token_exports/step_N/rank_N.jsonl
+    r"no rewards and no groups.*Name a `traces\.jsonl` in `rollouts`": {
+        "token_ids": [1, 2],
+        "loss_mask": [False, True],
+        "inference_logprobs": [0.0, -1.0],
+        "advantages": [0.0, 0.5],
+    },
+    "row 1, is a trace of verifiers without its episode. Write": episode("a")["traces"][0],
+    ": a row lacks 'agent', unlike those": {"task": {}, "traces": [{"nodes": []}]},
+    "row 1, is a rollout of NeMo Gym, in items of OpenAI's": {"responses_create_params": {}, "response": {}},
+    "row 1, is a response of OpenAI's chat API": {"id": "x", "choices": [{"message": ANSWER}], "model": "m"},
+    "row 1, is a request with its response": {"request": {"messages": [ASK]}, "response": {"choices": []}},
+    "row 1, is a result of OpenAI's Batch API": {"custom_id": "1", "response": {"body": {}}},
+    "row 1, is a response of OpenAI's Responses API": {"object": "response", "output": [ITEM], "prompt": None},
+    "row 1, is an input with its output": {"input": [ASK], "output": [ITEM], "reward": 1.0},
+    "row 1, is a run as LangSmith": {"run_type": "chain", "inputs": {"messages": []}, "outputs": {}},
+    "row 1, is a conversation under another name than": {"conversations": [{"from": "human", "value": "1+2="}]},
+    "row 1, is a whole table, as Weights & Biases": {"columns": ["prompt"], "data": [["1+2="]]},
+    "row 1, is a preference. Write it as two rows": {"prompt": "1+2=", "chosen": "3", "rejected": "4"},
+    "row 1, is a problem of verl, without completions": {"data_source": "a", "prompt": [ASK], "reward_model": {}},
+    r"no column 'completion', only \['prompt', 'response'\]. Add it": {"prompt": "1+2=", "response": "3"},
+    "row 1: `completion` is not used beside `messages`": {"messages": [ASK, ANSWER], "completion": "4"},
+    "row 1: `messages` is .*, which is text. Write the list itself": {"messages": json.dumps([ASK, ANSWER])},
+    "row 1: `tools` is .*, which is text. Write the list itself": {"messages": [ASK, ANSWER], "tools": "[]"},
+}
+
+
+@pytest.mark.parametrize("said", OTHERS)
+def test_rows_of_others_are_named_with_what_to_do(tmp_path, said):
+    with pytest.raises(ValueError, match=said) as error:
+        load_rollouts(written(tmp_path, [OTHERS[said]] * 2), 2)
+    assert str(error.value).startswith(f"rollouts='{tmp_path}/rows.jsonl'")
+
+
+MESSAGES = {
+    r"`messages` has \{'type': 'function_call', .* an item of OpenAI's Responses API. Write each conversation": ITEM,
+    "`messages` has .*LangChain's. Write what its `convert_to_openai_messages`": {
+        "type": "ai",
+        "data": {"content": "3"},
+    },
+    "`messages` has .*ShareGPT's. Write `role` and `content`": {"from": "gpt", "value": "3"},
+    "`tool_calls` is .*, which is text. Write the list": {**ANSWER, "tool_calls": json.dumps([CALL])},  # ART
+    r"`tool_calls` has 'guess\(3\)', which is text. Write": {**ANSWER, "tool_calls": ["guess(3)"]},
+    "`tool_calls` has 'guess', which is text. Write": {
+        **ANSWER,
+        "tool_calls": [{"function": "guess", "arguments": "{}"}],
+    },
+    "`tool_calls` has .* LangChain's. Write what": {
+        **ANSWER,
+        "tool_calls": [{"name": "guess", "args": {"number": 3}}],
+    },
+    "`tool_calls` has .* not as OpenAI writes it. Write": {**ANSWER, "tool_calls": [{"function": {"name": "guess"}}]},
+    "a message has {'type': 'tool_use'": {**ANSWER, "content": [{"type": "tool_use", "input": {}}]},  # Anthropic
+}
+
+
+@pytest.mark.parametrize("said", MESSAGES)
+def test_messages_of_others_are_named_with_what_to_do(tmp_path, said):
+    rows = [{"messages": [ASK, ANSWER], "reward": 1.0}, {"messages": [ASK, ANSWER, MESSAGES[said]], "reward": 0.0}]
+    with pytest.raises(ValueError, match=rf"rollouts=.*, row 2: {said}"):
+        load_rollouts(written(tmp_path, rows), 2)
+
+
+def test_steps_of_art_do_not_join(tmp_path):
+    """openpipe-art 0.5.18 writes a file N.parquet for each step, in which `group_index` begins at 0."""
+    for step in (1, 2):
+        answers = [[{**ASK, "trainable": False}, {**ANSWER, "content": f"{step}{place}"}] for place in range(2)]
+        rows = [{"group_index": 0, "reward": float(step - 1), "tools": None, "messages": turns} for turns in answers]
+        Dataset.from_list(rows).to_parquet(tmp_path / f"{step:04}.parquet")
+    groups = load_rollouts(str(tmp_path), 2)
+    said = [[row["completion"][0]["content"] for row in group] for group in groups[RECORDED]]
+    assert said == [["10", "11"], ["20", "21"]]
+
+
+def test_verl(tmp_path, caplog):
+    """verl 0.10.0.dev (1dda039): trainer/ppo/ray_trainer.py, `_write_generations`, into rollout_data_dir/N.jsonl."""
+    for step in (1, 2):
+        rows = [
+            {
+                "input": f"user\n{n}+1=\nassistant\n",
+                "output": f"{step + k:g}",
+                "gts": str(n + 1),
+                "score": k,
+                "step": step,
+            }
+            for n in range(2)
+            for k in (0.0, 1.0)
+        ]
+        written(tmp_path, rows, f"{step}.jsonl")
+    groups = load_rollouts(str(tmp_path), 2)
+    # Completions of another step are of another policy.
+    assert [[row["completion"] for row in group] for group in groups[RECORDED]] == [["1", "2"]] * 2 + [["2", "3"]] * 2
+    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.0, 1.0]] * 4
+    assert groups["prompt"][:2] == ["user\n0+1=\nassistant\n", "user\n1+1=\nassistant\n"]
+    assert "prompts lack those of the chat template" in caplog.text
+
+
+@pytest.mark.parametrize("functions", [1, 2])
+def test_trl(tiny_model, tmp_path, functions):
+    """The installed TRL: trainer/grpo_trainer.py, `log`, into completions/completions_N.parquet."""
+    seen = []
+
+    def first(completions, **_):
+        seen.extend(completions)
+        return [None if place == 5 else float(place % 3) for place in range(len(completions))]
+
+    def second(completions, **_):
+        return [None if place == 5 else float(place % 2) for place in range(len(completions))]
+
+    arguments = {"reward_funcs": [first, second][:functions], "rollout_func": None}
+    options = {"steps_per_generation": 4, "max_steps": 4, "log_completions": True, "logging_steps": 1}
+    run = trained(tiny_model, tmp_path, trainer_class=RecordingGRPO, trainer_arguments=arguments, **options)
+    assert len([*(tmp_path / "completions").iterdir()]) == 4  # two of each rollout
+    rows = [row for group in load_rollouts(str(tmp_path / "completions"), 4)[RECORDED] for row in group]
+    assert [row["completion"] for row in rows] == seen
+    advantages = [value for rollout in run.rollouts for value in rollout.advantages.tolist()]
+    wanted = [float(place % 3) for place in range(16)] * 2 if functions == 1 else advantages
+    for place, (row, value) in enumerate(zip(rows, wanted, strict=True)):
+        assert row["reward"] == (None if place % 16 == 5 else pytest.approx(value))
+
+
+def test_conversations(tmp_path):
+    turns = [("system", "Play."), ("user", "Game 1."), ("assistant", "3"), ("user", "higher"), ("assistant", "4")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    parts = [{"type": "text", "text": text} for text in ("Game ", "1.")]
+    asked = [messages[0], {"role": "user", "content": parts}, *messages[2:]]
+    rows = [{"messages": asked, "reward": reward, "solution": "4"} for reward in (0, 1)]
+    (group,) = load_rollouts(written(tmp_path, rows), 2)
+    assert group["prompt"] == messages[:2]
+    assert group["solution"] == "4"
+    assert [(row["completion"], row["reward"]) for row in group[RECORDED]] == [(messages[2:], 0), (messages[2:], 1)]
+    parts[0] = {"type": "image_url", "image_url": {"url": "https://example.org"}}
+    with pytest.raises(ValueError, match=r"rollouts=.*a message has \{'type': 'image_url'.* only text can be"):
+        load_rollouts(written(tmp_path, rows), 2)
+    with pytest.raises(ValueError, match=r"row 1: `completion` is \[\]"):
+        load_rollouts(written(tmp_path, [{"messages": messages[:2], "reward": 1}]), 2)

@@ -1,0 +1,213 @@
+"""Passes over a rollout, and replay of earlier rollouts: which samples, which loss, and exact resumption."""
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import Reference, Script, assert_step_equals, logged, make_trainer, relative_error, trained, without_times
+
+from opo_trl.reuse.replay import ReplayBuffer
+
+
+# Two optimizer steps per pass, three passes per rollout.
+PASSES = {"steps_per_generation": 4, "num_iterations": 3}
+
+
+def members(step) -> list[tuple[int, int]]:
+    """Rollout and row of each sample of an optimizer step."""
+    return [(int(k), int(i)) for b in step.batches for k, i in zip(b["rollout"], b["row"], strict=True)]
+
+
+# Passes
+
+
+def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path):
+    trainer = trained(tiny_model, tmp_path, max_steps=12, **PASSES)
+    steps = [set(members(step)) for step in trainer.steps]
+    passes = [(steps[i], steps[i + 1]) for i in range(0, 12, 2)]
+    for number, (first, second) in enumerate(passes):
+        assert len(first) == len(second) == 8
+        assert first | second == {(number // 3, row) for row in range(16)}
+    assert len({frozenset(first) for first, _ in passes}) == 6
+    assert [entry["opo/pass"] for entry in logged(trainer)] == [1, 1, 2, 2, 3, 3] * 2
+    # The behaviour policy stays the one that wrote the rollout.
+    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 2, 3, 4, 5] * 2
+
+
+def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_model, tmp_path):
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 2}
+    trainer = trained(tiny_model, tmp_path, **options)
+    assert not any("old_per_token_logps" in batch for step in trainer.steps for batch in step.batches)
+    assert [entry["opo/log_ratio/absmax"] for entry in logged(trainer)] == [0, 0]
+    assert [entry["opo/pass"] for entry in logged(trainer)] == [1.5, 1.5]
+
+
+def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
+    assert not trained(tiny_model, tmp_path)._replay.rollouts
+    trainer = trained(tiny_model, tmp_path, max_steps=5, **PASSES)  # the last pass is the steps 5 and 6
+    assert not trainer._replay.rollouts
+    # Nor what a step has computed for each token.
+    assert not any(torch.is_tensor(value) and value.ndim > 1 for value in vars(trainer).values())
+
+
+def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_model, tmp_path):
+    def interrupt(rollout, trainer):
+        if len(trainer.rollouts) == 1:  # between the two micro-steps of the first optimizer step
+            trainer._skipped.in_a_row, trainer._reward_failures = 1, {"reward/errors": 1}
+            trainer._metrics["train"]["reward"].append(9.0)
+            raise KeyboardInterrupt
+
+    options = {"steps_per_generation": 1, "max_sampling_rounds": 2}
+    trainer = make_trainer(tiny_model, tmp_path, script=(script := Script()), inject=interrupt, **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer._reports
+    trainer.inject = None
+    script.calls.clear()
+    trainer.train()
+    assert (trainer._skipped.in_a_row, trainer._reward_failures) == (0, {})
+    fresh = trained(tiny_model, tmp_path, **options)
+    assert without_times(logged(trainer)[0]) == without_times(logged(fresh)[0])
+
+
+# Replay
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"log_ratio_reduction": "mean", "ratio_form": "exact", "beta": 0.1}, {"ratio_form": "log"}],
+    ids=str,
+)
+def test_gradient_of_a_replaying_pass_is_the_definition(tiny_model, tmp_path, options):
+    script = Script()
+    trainer = trained(
+        tiny_model, tmp_path, script=script, max_steps=16, max_staleness=2, learning_rate=0.02, **PASSES, **options
+    )
+    reference = Reference(trainer, script)
+    replayed = 0
+    for number, step in enumerate(trainer.steps):
+        first_pass = number % 6 < 2
+        expected = reference.step(number)
+        assert_step_equals(step, expected)
+        stale = {k for k, _ in members(step)} - {number // 6}
+        assert not (first_pass and stale)
+        replayed += bool(stale)
+        if stale and options == {"ratio_form": "log"}:  # the default's ratio is no weight of its own
+            weights = dict(zip(expected.rows, expected.weights, strict=True))
+            unweighted = reference.step(number, row_weight=lambda *sample, own=weights: 1 / own[sample])
+            assert relative_error(step.gradient, unweighted.gradient) > 0.01, "the weights did not matter"
+            assert len({round(weight, 6) for weight in expected.weights}) > 2
+    assert replayed > 3
+
+
+def test_a_loss_per_token_counts_the_tokens_of_the_drawn_samples(tiny_model, tmp_path):
+    options = {"objective": "dapo", "max_steps": 12, "max_staleness": 1, **PASSES}
+    steps = trained(tiny_model, tmp_path, **options).steps
+    counted = []
+    for first, second in zip(steps[::2], steps[1::2], strict=True):
+        batches = [*first.batches, *second.batches]
+        tokens = sum(int(batch["completion_mask"].sum()) for batch in batches)
+        assert {round(scale.item() * tokens, 3) for batch in batches for scale in batch["opo_scale"]} == {16}
+        counted.append(tokens)
+    assert len(set(counted[3:])) > 1, "the passes have to draw other samples"
+
+
+def rollout(number: int, n: int, width: int = 3) -> dict:
+    ids = torch.arange(n)
+    return {
+        "prompt_ids": (100 * number + ids)[:, None].repeat(1, width),
+        "completion_ids": (100 * number + ids)[:, None].repeat(1, width + number),
+        "candidates": (100 * number + ids)[:, None, None].repeat(1, width + number, 2),  # a subclass's own entry
+        "advantages": torch.zeros(n),
+        "place": ids,
+        "of": torch.full((n,), number),
+        "names": [f"{number} {i}" for i in range(n)],
+    }
+
+
+def buffer(useful=((1, 1, 1, 1),) * 3) -> ReplayBuffer:
+    """Rollouts of 4 groups of 2, of which some are useful."""
+    made = ReplayBuffer(max_staleness=2, num_generations=2, seed=0, process=0)
+    for number, flags in enumerate(useful):
+        advantages = torch.tensor([[-1.0, 1.0] if flag else [0.5, 0.5] for flag in flags]).flatten()
+        made.add(rollout(number, 8), advantages)
+    return made
+
+
+def test_a_pass_draws_whole_useful_groups_in_their_places():
+    useful = [(1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)]
+    drawn = [buffer(useful=useful).rows_of_pass(3, passed) for passed in range(1, 200)]
+    for rows in drawn:
+        assert rows["place"].tolist() == list(range(8))
+        of = rows["of"].view(4, 2)
+        assert (of[:, 0] == of[:, 1]).all()
+        assert rows["names"] == [f"{k} {i}" for i, k in enumerate(rows["of"].tolist())]
+        assert rows["completion_ids"][:, 0].tolist() == [100 * k + i for i, k in enumerate(rows["of"].tolist())]
+        assert rows["candidates"][:, :, 1].equal(rows["completion_ids"])
+    chosen = [{int(rows["of"][2 * group]) for rows in drawn} for group in range(4)]
+    # Rollout 0 is too old; a place without a useful group is served by the current rollout.
+    assert chosen == [{1, 3}, {1, 2}, {2, 3}, {3}]
+
+
+def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tmp_path):
+    # In the first group the others are alike, in the last one all have different rewards.
+    script = Script([0.1, 0.1, 0.1, None, 0.1, 0.1, 0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 1, 2, 3, 4], truncated=(6,))
+    options = {"max_staleness": 1, "mask_truncated_completions": True, **PASSES}
+    trainer = trained(tiny_model, tmp_path, script=script, **options)
+    assert list(trainer._replay.useful) == [[False, False, False, True]]
+
+
+def test_rollouts_that_cannot_be_replayed_are_rejected():
+    images = {**rollout(0, 8), "pixel_values": torch.zeros(8, 2), "num_images": [1] * 8}  # an environment's
+    with pytest.raises(ValueError, match=r"max_staleness=2 cannot replay samples with num_images, pixel_values"):
+        buffer(useful=()).add(images, torch.zeros(8))
+    with pytest.raises(ValueError, match="needs the same entries in every rollout"):
+        buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
+
+
+# The budget
+
+
+def test_a_run_ends_with_the_rollout_that_spends_its_completions(tiny_model, tmp_path):
+    options = {"max_steps": 100, "max_completions": 40, "save_strategy": "steps", "save_steps": 50, **PASSES}
+    trainer = trained(tiny_model, tmp_path, **options)  # rollouts of 16
+    assert trainer.state.global_step == 18
+    assert trainer.completions_generated == 48
+    assert (tmp_path / "checkpoint-18").is_dir()
+    resumed = make_trainer(tiny_model, tmp_path, **options)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 18
+    assert resumed.steps == []
+    further = make_trainer(tiny_model, tmp_path, **{**options, "max_completions": 50})
+    further.train(resume_from_checkpoint="last")
+    assert further.state.global_step == 24
+
+
+def test_a_budget_ends_a_run_whose_optimizer_steps_are_not_those_of_rollouts(tiny_model, tmp_path):
+    """Rollouts of two micro-steps, optimizer steps of three: the second would need a second rollout in its middle."""
+    options = {"steps_per_generation": 2, "gradient_accumulation_steps": 3, "save_strategy": "steps", "save_steps": 9}
+    trainer = trained(tiny_model, tmp_path, max_completions=8, max_steps=50, **options)
+    assert trainer.state.global_step == 1
+    assert trainer.completions_generated == 16  # the first one needed it
+    resumed = make_trainer(tiny_model, tmp_path, max_completions=8, max_steps=50, **options)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.steps == []
+
+
+@pytest.mark.parametrize(("strategy", "saved"), [("steps", {5, 6}), ("epoch", {4, 6})])
+def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_path, strategy, saved):
+    # Epochs of two rollouts, of two optimizer steps each.
+    options = {"num_train_epochs": 9, "steps_per_generation": 4, "per_device_eval_batch_size": 4}
+    options |= {"max_steps": -1, "max_completions": 40}
+    options |= {"save_strategy": strategy, "eval_strategy": strategy, "eval_steps": 4, "save_steps": 5}
+    arguments = {"eval_dataset": Dataset.from_dict({"prompt": ["1"] * 4})}
+    trainer = trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+    assert trainer.state.global_step == 6
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in saved}
+    assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4, 6]
+
+
+def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, tmp_path):
+    trained(tiny_model, tmp_path, max_steps=4, save_strategy="steps", **PASSES)  # of 6
+    resumed = make_trainer(tiny_model, tmp_path, max_steps=50, max_completions=16, **PASSES)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 6
