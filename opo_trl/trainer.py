@@ -454,7 +454,7 @@ class OPOTrainer(GRPOTrainer):
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
-        self._checks.check_rollout(inputs, rollout, rewards, completion_ids)
+        self._checks.check_rollout(inputs, rollout, rewards, completion_ids, self._tokenize_prompts)
         rollout = carried(rollout)
         n_local = len(rollout["advantages"])
         own = slice(self.accelerator.process_index * n_local, (self.accelerator.process_index + 1) * n_local)
@@ -734,7 +734,7 @@ class OPOTrainer(GRPOTrainer):
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
         self._check_padding(*_whole(steps[0]))
-        self._checks.check_logps(steps[0])
+        self._checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
         for rows, policy in zip(steps, on_policy, strict=True):
@@ -952,7 +952,7 @@ class OPOTrainer(GRPOTrainer):
         return checkpoint.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
-        self._checks.check_step(self._window_start)
+        self._checks.check_step(None if self._window_start is None else self._step - self._window_start)
         self._first_step = None
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)

@@ -19,29 +19,37 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from math_verify import LatexExtractionConfig, parse, verify
+from packaging.version import Version
 from sympy import ZZ, And, Basic, Eq, Expr, I, Ne, Number, Or, Poly, S, Symbol, lambdify, nsimplify, simplify
 from sympy.core import evalf
 from sympy.core.relational import Relational
 from sympy.sets import FiniteSet, Set
 
-from . import notation
+from . import notation, units
 from .boxes import MARK, Completion, final_answer, find_boxes, text_of, without_reasoning
 
 
 logger = logging.getLogger(__name__)
 
 
-# math-verify admits older ones, and Hydra and lm_eval pin them. Said once, not in each worker.
-parser = version("antlr4-python3-runtime")
-if tuple(map(int, parser.split(".")[:2])) < (4, 13) and parent_process() is None:
-    logger.warning(
-        f"antlr4-python3-runtime={parser} is installed, with which accuracy_reward cannot read some answers, such as "
-        r"50\%, and leaves them unscored. Run `pip install 'antlr4-python3-runtime>=4.13'`."
-    )
+def _warn_of_old_antlr() -> None:
+    """math-verify admits old releases of ANTLR, and Hydra and lm_eval pin them."""
+    release = version("antlr4-python3-runtime")
+    if Version(release) < Version("4.13"):
+        logger.warning(
+            f"antlr4-python3-runtime={release} is installed, with which accuracy_reward cannot read some answers, "
+            r"such as 50\%, and leaves them unscored. Run `pip install 'antlr4-python3-runtime>=4.13'`."
+        )
 
-PARSING_LIMIT, VERIFYING_LIMIT = 5.0, 5.0  # seconds of processor time
 
-# math-verify's own removal of units reduces `a + b + c` to `a +`, so units are removed in `notation`.
+if parent_process() is None:  # each worker imports this module, too
+    _warn_of_old_antlr()
+
+# Seconds of processor time.
+PARSING_LIMIT = 5.0
+VERIFYING_LIMIT = 5.0
+
+# math-verify's own removal of units reduces `a + b + c` to `a +`, so `units` removes them.
 _LATEX = LatexExtractionConfig(
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(units=False, malformed_operators=True, nits=True, boxed="last"),
@@ -65,9 +73,16 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
     [1.0, 0.0, 0.0]
     ```
     """
-    known = ("" if gold is None or gold != gold else gold for gold in solution)  # NaN differs from itself
-    golds = [str(gold) if isinstance(gold, int | float) else gold for gold in known]
+    golds = [_text_of_gold(gold) for gold in solution]
     return [score(text_of(completion), gold) for completion, gold in zip(completions, golds, strict=True)]
+
+
+def _text_of_gold(gold: Any) -> str:
+    """A gold answer as text, which is empty for one that is missing: `None` or NaN, as in a table with gaps."""
+    is_nan = gold != gold
+    if gold is None or is_nan:
+        return ""
+    return str(gold) if isinstance(gold, int | float) else gold
 
 
 def score(completion: str, solution: str) -> float | None:
@@ -82,45 +97,76 @@ def score(completion: str, solution: str) -> float | None:
     wrong, cannot be parsed or compared in time, or is not in a box; `None` if the pair cannot be scored, because the
     gold answer is empty, a sentence or characters that cannot be read, no box can hold it, or it takes too long.
     """
-    gold = (final_answer(solution) or "") if find_boxes(solution) else solution.rpartition(MARK)[2]
-    gold_option, gold = notation.split_option(notation.simplify_notation(gold))
+    gold = notation.simplify_notation(_gold_answer(solution))
+    gold_option, gold = notation.split_option(gold)
     answer = notation.simplify_notation(final_answer(without_reasoning(completion)) or "")
-    answer_option, answer = notation.split_option(notation.read_decimal_comma(answer, gold))
-    if gold_option and answer_option and (gold_option != answer_option or not (gold and answer)):
-        return float(gold_option == answer_option)
-    gold, answer = gold or gold_option, answer or answer_option
-    gold_value, gold_unit = notation.split_unit(gold)
-    answer_value, answer_unit = notation.split_unit(answer)
-    short, long = sorted((gold_unit, answer_unit), key=len)  # `$` may stand for dollars per hour, `°` for °C
-    fits = short in ("", long) or (short in ("dollar", "degree") and long.startswith(short))
-    if answer and (notation.same_string(gold, answer) or (fits and notation.same_string(gold_value, answer_value))):
+    answer = notation.read_decimal_comma(answer, gold)
+    answer_option, answer = notation.split_option(answer)
+    if gold_option and answer_option:
+        if gold_option != answer_option:
+            return 0.0
+        if not gold or not answer:
+            return 1.0
+    gold = gold or gold_option
+    answer = answer or answer_option
+    gold_value, gold_unit = units.split_unit(gold)
+    answer_value, answer_unit = units.split_unit(answer)
+    is_same_unit = units.same_unit(gold_unit, answer_unit)
+    # As strings, with or without their units.
+    if answer and notation.same_string(gold, answer):
         return 1.0
-    gold_words, answer_words = notation.words(gold_value), notation.words(answer_value)
-    if gold_words and answer_words and (gold_words == answer_words or not gold_value.isupper()):
-        return float(gold_words == answer_words)
-    gold_value, answer_value = notation.without_thousands(gold_value), notation.without_thousands(answer_value)
+    if answer and is_same_unit and notation.same_string(gold_value, answer_value):
+        return 1.0
+    gold_words = notation.words(gold_value)
+    answer_words = notation.words(answer_value)
+    if gold_words and answer_words:
+        if gold_words == answer_words:
+            return 1.0
+        if not gold_value.isupper():  # `ABC` may be a product
+            return 0.0
+    # As mathematics.
+    gold_value = notation.without_thousands(gold_value)
+    answer_value = notation.without_thousands(answer_value)
     parsed_gold = _parse(gold_value)
-    if gold_words and not parsed_gold:
-        return 0.0
-    if not parsed_gold:  # such as `x \equiv 3 \pmod 7`
-        is_text = parsed_gold is not None and notation.is_text(gold)
-        can_be_boxed = notation.same_string(gold, final_answer(f"\\boxed{{{gold}}}") or "")
-        return float(notation.same_text(gold, answer)) if is_text and can_be_boxed else None
-    if (
-        not fits
-        or notation.is_unevaluated(gold_value, answer_value)
-        or notation.is_date_or_time(gold)
-        or _is_set_for_tuple(gold_value, answer_value)
-        or notation.count_primes(gold_value) != notation.count_primes(answer_value)
-    ):
+    if not parsed_gold:
+        if gold_words:
+            return 0.0
+        return None if parsed_gold is None else _score_text(gold, answer)
+    if not is_same_unit or notation.is_date_or_time(gold) or _has_another_form(gold_value, answer_value):
         return 0.0
     parsed_answer = _parse(answer_value)
-    return float(bool(parsed_answer and _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)))
+    if not parsed_answer:
+        return 0.0
+    is_same = _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)
+    return 1.0 if is_same else 0.0
 
 
-def _is_set_for_tuple(gold: str, answer: str) -> bool:
-    r"""math-verify does not distinguish `\{1,2\}` from `(1,2)`."""
-    return {latex.lstrip("\\")[:1] + latex[-1:] for latex in (gold, answer)} == {"()", "{}"}
+def _gold_answer(solution: str) -> str:
+    if find_boxes(solution):
+        return final_answer(solution) or ""
+    return solution.rpartition(MARK)[2]
+
+
+def _score_text(gold: str, answer: str) -> float | None:
+    r"""Score against a gold answer that is no mathematics to the parser, such as `x \equiv 3 \pmod 7`."""
+    boxed_gold = final_answer(f"\\boxed{{{gold}}}") or ""
+    if not notation.is_text(gold) or not notation.same_string(gold, boxed_gold):
+        return None
+    return float(notation.same_text(gold, answer))
+
+
+def _has_another_form(gold: str, answer: str) -> bool:
+    r"""Whether an answer is not in the gold answer's form, where math-verify does not look at the form."""
+    if notation.is_unevaluated(gold, answer):
+        return True
+    # `\{1,2\}` and `(1,2)`
+    brackets = {_brackets(gold), _brackets(answer)}
+    return brackets == {"{}", "()"} or notation.count_primes(gold) != notation.count_primes(answer)
+
+
+def _brackets(latex: str) -> str:
+    """First and last character, which may be brackets."""
+    return latex.lstrip("\\")[:1] + latex[-1:]
 
 
 def _parse(latex: str) -> list[Any] | None:
@@ -129,25 +175,57 @@ def _parse(latex: str) -> list[Any] | None:
 
 
 def _read(latex: str) -> list[Any]:
-    boxed = f"\\boxed{{{notation.without_differentials(latex)}}}"
-    parsed = parse(boxed, [_LATEX], fallback_mode="no_fallback", parsing_timeout=None)
-    if parsed and isinstance(parsed[0], FiniteSet) and len(parsed[0].free_symbols) == 1:
-        relations = parsed[0].args  # `x < 2 \text{ or } x > 5`, of which math-verify makes a list
-        if all(map(_is_solved, relations)) and not all(isinstance(relation, Eq) for relation in relations):
-            together = re.search(r"\band\b", latex) or any(isinstance(relation, Ne) for relation in relations)
-            solutions = (And if together else Or)(*relations).as_set()
-            parsed[0] = parsed[0] if solutions in (S.Reals, S.EmptySet) else solutions
+    content = notation.without_differentials(latex)
+    parsed = parse(f"\\boxed{{{content}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None)
+    if parsed:
+        holds_together = re.search(r"\band\b", latex) is not None
+        parsed[0] = _solution_set(parsed[0], holds_together)
     return parsed
 
 
-def _same(gold: list[Any], answer: list[Any]) -> bool:
-    unsolved = isinstance(answer[0], Relational | And if isinstance(gold[0], Set) else Relational)
-    if unsolved and not _is_solved(answer[0]) and (isinstance(gold[0], Set) or _is_solved(gold[0])):
-        return False  # `x + 2 = 5` for `x = 3`
-    if not answer[0].free_symbols and not all(_relatively_close(*equation.args) for equation in answer[0].atoms(Eq)):
-        return False  # `6 = 5` for 5
-    same = verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None)
-    return (same or _equivalent(gold[0], answer[0])) and _relatively_close(gold[0], answer[0])
+def _solution_set(parsed: Any, holds_together: bool) -> Any:
+    r"""
+    The numbers that solve `x < 2 \text{ or } x > 5`, of which math-verify makes a list; anything else as it is.
+
+    `holds_together`: all relations of the list hold, not one of them.
+    """
+    if not isinstance(parsed, FiniteSet) or len(parsed.free_symbols) != 1:
+        return parsed
+    relations = parsed.args
+    are_equations = all(isinstance(relation, Eq) for relation in relations)
+    if are_equations or not all(map(_is_solved, relations)):
+        return parsed
+    if holds_together or any(isinstance(relation, Ne) for relation in relations):
+        solutions = And(*relations).as_set()
+    else:
+        solutions = Or(*relations).as_set()
+    return parsed if solutions in (S.Reals, S.EmptySet) else solutions
+
+
+def _same(parsed_gold: list[Any], parsed_answer: list[Any]) -> bool:
+    """Whether two answers are equal as mathematics; the parser's lists begin with what it has made of each."""
+    gold = parsed_gold[0]
+    answer = parsed_answer[0]
+    if _leaves_unsolved(gold, answer) or _has_false_equation(answer):
+        return False
+    is_same = verify(parsed_gold, parsed_answer, allow_set_relation_comp=True, timeout_seconds=None)
+    return (is_same or _equivalent(gold, answer)) and _relatively_close(gold, answer)
+
+
+def _leaves_unsolved(gold: Any, answer: Any) -> bool:
+    """Whether an answer is a relation to be solved, such as `x + 2 = 5` for `x = 3`."""
+    asks_for_set = isinstance(gold, Set)
+    relations = (Relational, And) if asks_for_set else Relational
+    if not isinstance(answer, relations) or _is_solved(answer):
+        return False
+    return asks_for_set or _is_solved(gold)
+
+
+def _has_false_equation(answer: Any) -> bool:
+    """Whether an answer has an equation of two numbers that differ, such as `6 = 5` for 5."""
+    if answer.free_symbols:
+        return False
+    return not all(_relatively_close(equation.lhs, equation.rhs) for equation in answer.atoms(Eq))
 
 
 def _is_solved(relation: Basic) -> bool:
@@ -155,12 +233,15 @@ def _is_solved(relation: Basic) -> bool:
         return all(map(_is_solved, relation.args))
     if not isinstance(relation, Relational):
         return False
-    sides = (relation.lhs, relation.rhs)
+    return _isolates(relation.lhs, relation.rhs) or _isolates(relation.rhs, relation.lhs)
+
+
+def _isolates(side: Basic, other_side: Basic) -> bool:
+    """Whether a side of a relation is a variable or its negative, and the other is without variables."""
+    if other_side.free_symbols:
+        return False
     # A side may be a tuple, which cannot be negated: `(p, q) = (3, 2)`.
-    return any(
-        not other.free_symbols and (not isinstance(one, Expr) or one.is_Symbol or (-one).is_Symbol)
-        for one, other in (sides, sides[::-1])
-    )
+    return not isinstance(side, Expr) or side.is_Symbol or (-side).is_Symbol
 
 
 def _equivalent(gold: Basic, answer: Basic) -> bool:
@@ -170,24 +251,35 @@ def _equivalent(gold: Basic, answer: Basic) -> bool:
     """
     # The parser assumes variables to be real, except next to `i`; to SymPy, a real `x` and another `x` differ.
     names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
-    units = {symbol: I for symbol in names if symbol.name == "i"}
+    imaginary = {symbol: I for symbol in names if symbol.name == "i"}
     if isinstance(gold, Expr) and isinstance(answer, Expr):
-        gold, answer = (term.xreplace(names | units) for term in (gold, answer))
-        return bool(units or gold.is_Symbol) and simplify(gold - answer) == 0
+        gold = gold.xreplace(names | imaginary)
+        answer = answer.xreplace(names | imaginary)
+        was_misread = bool(imaginary) or gold.is_Symbol
+        return was_misread and simplify(gold - answer) == 0
     if isinstance(gold, And) and isinstance(answer, And):
-        pairs = [[_is_multiple(one, other) for other in answer.args] for one in gold.args]
-        return len(gold.args) == len(answer.args) and all(map(any, pairs))
+        return len(gold.args) == len(answer.args) and all(_has_multiple(part, answer) for part in gold.args)
     return _is_multiple(gold, answer)
+
+
+def _has_multiple(gold: Basic, answers: And) -> bool:
+    """Whether one of several relations is a multiple of this one."""
+    are_multiples = [_is_multiple(gold, answer) for answer in answers.args]
+    return any(are_multiples)
 
 
 def _is_multiple(gold: Basic, answer: Basic) -> bool:
     if not (isinstance(gold, Relational) and isinstance(answer, Relational) and gold.free_symbols):
         return False
-    answer = answer if isinstance(answer, type(gold)) else answer.reversed
+    if not isinstance(answer, type(gold)):
+        answer = answer.reversed
     if not isinstance(answer, type(gold)):
         return False
-    factor = simplify(nsimplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs), rational=True))
-    return bool(factor.is_number and (factor.is_nonzero if isinstance(gold, Eq | Ne) else factor.is_positive))
+    ratio = (gold.lhs - gold.rhs) / (answer.lhs - answer.rhs)
+    factor = simplify(nsimplify(ratio, rational=True))
+    if not factor.is_number:
+        return False
+    return bool(factor.is_nonzero if isinstance(gold, Eq | Ne) else factor.is_positive)
 
 
 def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
@@ -225,7 +317,8 @@ def _guarded() -> Iterator[None]:
         (evalf, "lambdify", _integer_polynomial),
         (_Latex2Sympy, "parse_number", _number),
         # They warn of slow answers, and of missing time limits, which are set here.
-        *((logging.getLogger(f"math_verify.{name}"), "disabled", True) for name in ("parser", "grader")),
+        (logging.getLogger("math_verify.parser"), "disabled", True),
+        (logging.getLogger("math_verify.grader"), "disabled", True),
     ]
     with _lock:
         originals = [getattr(holder, name) for holder, name, _ in guards]
@@ -239,7 +332,10 @@ def _guarded() -> Iterator[None]:
 
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
-    """math-verify compares numbers up to an absolute 1e-6, so that all tiny ones are equal."""
+    """
+    Whether two numbers differ by a relative 1e-4 at most, and rational ones not at all; true of terms. To math-verify,
+    which compares up to an absolute 1e-6, all tiny numbers are equal.
+    """
     if gold == answer or not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return True
     gold, answer = gold.doit(), answer.doit()
@@ -247,17 +343,20 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
         return True
     if gold.is_Rational and answer.is_Rational:
         return gold == answer
-    return bool(abs((gold - answer).evalf()) <= 1e-4 * abs(gold.evalf()) + 1e-100)
+    distance = abs((gold - answer).evalf())
+    allowed = 1e-4 * abs(gold.evalf()) + 1e-100
+    return bool(distance <= allowed)
 
 
 class _OutOfTime(BaseException):
     """Not an `Exception`, which math-verify would catch, to continue with the next comparison without a limit."""
 
 
-def _or_none(seconds: float, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _or_none(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns; `None` if it raises an error or takes too long."""
     try:
         with _guarded(), _processor_time(seconds):
-            return function(*args, **kwargs)
+            return function(*args)
     # On the output of a model, a parser can fail in any way.
     except (Exception, _OutOfTime):
         logger.debug("math-verify failed on %.200r", args, exc_info=True)

@@ -1,6 +1,5 @@
 r"""Where the answer of a completion is: after its reasoning, in `\boxed{…}`."""
 
-import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -50,11 +49,17 @@ def find_boxes(text: str) -> list[Box]:
         elif match["open"]:
             open_braces.append(match.span())
         elif token == "}" and open_braces:
-            if opening := open_braces.pop():
-                boxes.append(Box(opening[0], match.end(), slice(opening[1], match.start())))
+            opening = open_braces.pop()
+            if opening is not None:
+                start, content_start = opening
+                boxes.append(Box(start, match.end(), slice(content_start, match.start())))
         elif "box" in token:
-            boxes.append(Box(*match.span(), slice(*match.span("bare")) if match["bare"] else None))
-    boxes += [Box(*opening, None) for opening in open_braces if opening]
+            content = slice(*match.span("bare")) if match["bare"] else None
+            boxes.append(Box(match.start(), match.end(), content))
+    for opening in open_braces:
+        if opening is not None:
+            start, content_start = opening
+            boxes.append(Box(start, content_start, None))
     return sorted(boxes, key=lambda box: box.start)
 
 
@@ -67,14 +72,16 @@ def final_answer(solution: str) -> str | None:
     single one of them. Duplicates count once. Without a complete box, or if the last one is empty, there is no answer.
     """
     complete = [box for box in find_boxes(solution) if box.content is not None]
-    if not complete or not (last := solution[complete[-1].content].strip()):
+    if not complete:
         return None
-    parts = [last]
-    for box, following in reversed([*itertools.pairwise(complete)]):
-        if not _JOINT.fullmatch(solution, box.end, following.start):
-            break
-        parts.append(solution[box.content].strip())
-    return ", ".join(dict.fromkeys(filter(None, reversed(parts))))
+    first = len(complete) - 1  # the first of the boxes that are one answer
+    while first > 0 and _JOINT.fullmatch(solution, complete[first - 1].end, complete[first].start):
+        first -= 1
+    contents = [solution[box.content].strip() for box in complete[first:]]
+    if not contents[-1]:
+        return None
+    parts = [content for content in contents if content]
+    return ", ".join(dict.fromkeys(parts))  # each of them once
 
 
 def text_of(completion: Completion) -> str:
@@ -84,8 +91,11 @@ def text_of(completion: Completion) -> str:
     """
     if isinstance(completion, str):
         return completion
-    content = (completion[-1].get("content") if completion else None) or ""
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+    content = completion[-1].get("content") if completion else None
+    if not content or isinstance(content, str):
+        return content or ""
+    texts = [part.get("text") or "" for part in content]
+    return "".join(texts)
 
 
 def without_reasoning(text: str) -> str:

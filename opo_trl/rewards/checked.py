@@ -8,7 +8,7 @@ from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
 from ..trl import temporarily
-from .errors import CountingReward, RewardError, numbers, told
+from .errors import CountingReward, RewardError, error_text, numbers
 
 
 def checked(trainer: Any) -> AbstractContextManager[None]:
@@ -17,8 +17,9 @@ def checked(trainer: Any) -> AbstractContextManager[None]:
 
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects.
     """
-    named = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-    return temporarily(trainer, reward_funcs=[checked_reward(reward, name) for reward, name in named])
+    named_rewards = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
+    checked_rewards = [checked_reward(reward, name) for reward, name in named_rewards]
+    return temporarily(trainer, reward_funcs=checked_rewards)
 
 
 def checked_reward(reward: Any, name: str) -> Any:
@@ -28,11 +29,13 @@ def checked_reward(reward: Any, name: str) -> Any:
 
     async def call_async(**inputs: Any) -> list[float | None]:
         with _naming(name):
-            return numbers(await reward(**inputs), len(inputs["completions"]))
+            scores = await reward(**inputs)
+            return numbers(scores, len(inputs["completions"]))
 
     def call(**inputs: Any) -> list[float | None]:
         with _naming(name):
-            return numbers(reward(**inputs), len(inputs["completions"]))
+            scores = reward(**inputs)
+            return numbers(scores, len(inputs["completions"]))
 
     return call_async if is_async_callable(reward) else call
 
@@ -42,6 +45,8 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        said = f"The reward function {name} has raised {told(error)}"
         cause = None if isinstance(error, StopIteration) else error  # `contextlib` would raise that one again
-        raise RewardError(f"{said}. Return a list with one number, or None, for each completion.") from cause
+        raise RewardError(
+            f"The reward function {name} has raised {error_text(error)}. "
+            "Return a list with one number, or None, for each completion."
+        ) from cause

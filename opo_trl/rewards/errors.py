@@ -29,6 +29,8 @@ def numbers(scores: Any, n_completions: int) -> list[float | None]:
     return values
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Type and message of an error, in one line."""
-    return one_line(": ".join(filter(None, (type(error).__name__, str(error).strip()))))
+    kind = type(error).__name__
+    message = str(error).strip()
+    return one_line(f"{kind}: {message}" if message else kind)

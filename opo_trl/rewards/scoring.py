@@ -27,16 +27,17 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from .errors import CountingReward, RewardError, numbers, told
+from .errors import CountingReward, RewardError, error_text, numbers
 
 
 logger = logging.getLogger(__name__)
 
 # MiB of a worker. With 60, math-verify silently fails to parse right answers; with 384, 10,000 boxes no longer fit.
 LEAST_MEMORY = 512
-START_LIMIT = 120  # seconds for a worker to start, including imports from a slow file system
+# Seconds for a worker to start, including imports from a slow file system.
+START_LIMIT = 120
 
 # Workers are replaced after this many completions, because math-verify's parser caches 2 to 10 kB per answer, which in
 # days would reach the memory limit. A new worker scores its first 1,000 completions a fifth slower.
@@ -51,8 +52,9 @@ _FORBIDDEN = re.compile(
 )
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 _in_worker = False  # the training process has to write
-_scorer: psutil.Process  # in the first process of a worker, the second one,
-_pipe: Connection  # and the way to it
+# In the first process of a worker: the second one, and the way to it.
+_scorer: psutil.Process
+_pipe: Connection
 
 
 class IsolatedReward(CountingReward):
@@ -94,7 +96,10 @@ class IsolatedReward(CountingReward):
         if getattr(reward, "__module__", None) == "__main__":
             raise ValueError(f"reward={self.__name__} is of the main script. Define it in a module of its own.")
         pickle.dumps(reward)  # says now what cannot be sent to a worker
-        self.reward, self.workers, self.timeout, self.memory = reward, workers, timeout, memory
+        self.reward = reward
+        self.workers = workers
+        self.timeout = timeout
+        self.memory = memory
         self._pool: ProcessPool | None = None
         self.close: Callable[[], Any] = lambda: None  # ends the workers; another call starts new ones
 
@@ -103,37 +108,51 @@ class IsolatedReward(CountingReward):
         return functools.partial(IsolatedReward, self.reward, self.workers, self.timeout, self.memory), ()
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        n = len(completions)
-        # `trainer_state` and the like are not columns, and could not be pickled. Nor need an environment be.
-        columns.pop("environments", None)
-        columns = {name: c for name, c in columns.items() if isinstance(c, list | tuple) and len(c) == n}
-        columns["completions"] = completions
-        # One completion per task: a failure then costs no other its score, and each has the same time limit.
-        rows = [{name: [c[i]] for name, c in columns.items()} for i in range(n)]
+        n_completions = len(completions)
+        arguments = {"completions": completions}
+        for name, column in columns.items():
+            # `trainer_state` and the like are not columns, and could not be pickled. Nor need an environment be.
+            is_column = isinstance(column, list | tuple) and len(column) == n_completions
+            if is_column and name != "environments":
+                arguments[name] = column
+        # One completion per call: a failure then costs no other its score, and each has the same time limit.
+        calls = [{name: [column[i]] for name, column in arguments.items()} for i in range(n_completions)]
+        outcomes = self._outcomes(calls)
         # A scheduler tells all processes to end, while the trainer goes on to a checkpoint: such scores are not lost.
-        lost = ProcessExpired | BrokenProcessPool
-        outcomes = self._outcomes(rows)
-        outcomes = [self._outcomes([rows[i]])[0] if isinstance(o, lost) else o for i, o in enumerate(outcomes)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, str | Exception)]
-        said = [o if isinstance(o, str) else told(o) for o in failed if not isinstance(o, TimeoutError)]
-        self.timeouts, self.errors = len(failed) - len(said), len(said)
-        if failed:
-            logger.warning(
-                f"{self.__name__} could not score {len(failed)} of {n} completions: {self.timeouts} took longer than "
-                f"{self.timeout} seconds, {self.errors} failed{', the first with ' * bool(said)}{''.join(said[:1])}."
-            )
+        for index, outcome in enumerate(outcomes):
+            if isinstance(outcome, ProcessExpired | BrokenProcessPool):
+                [outcomes[index]] = self._outcomes([calls[index]])
+        self._count_failures(outcomes)
         return [None if isinstance(outcome, str | Exception) else outcome for outcome in outcomes]
 
-    def _outcomes(self, rows: Sequence[dict[str, list[Any]]]) -> list[Any]:
-        """Score of each row, the message of an error in the worker, or an exception of the pool."""
-        pool = self._running()
-        futures = [pool.schedule(_pass_on, (self.reward, row), timeout=self.timeout) for row in rows]
+    def _count_failures(self, outcomes: Sequence[Any]) -> None:
+        errors: list[str] = []
+        self.timeouts = 0
+        for outcome in outcomes:
+            if isinstance(outcome, TimeoutError):
+                self.timeouts += 1
+            elif isinstance(outcome, Exception):
+                errors.append(error_text(outcome))
+            elif isinstance(outcome, str):
+                errors.append(outcome)
+        self.errors = len(errors)
+        if self.timeouts or self.errors:
+            first = f", the first with {errors[0]}" if errors else ""
+            logger.warning(
+                f"{self.__name__} could not score {self.timeouts + self.errors} of {len(outcomes)} completions: "
+                f"{self.timeouts} took longer than {self.timeout} seconds, {self.errors} failed{first}."
+            )
+
+    def _outcomes(self, calls: Sequence[dict[str, list[Any]]]) -> list[Any]:
+        """Of each call, given by its arguments, a score, an error's message, or an exception of the pool."""
+        pool = self._running_pool()
+        futures = [pool.schedule(_pass_on, (self.reward, call), timeout=self.timeout) for call in calls]
         for future in futures:
             while not future.done() and pool.active:  # a pool that breaks forgets what is in its queue
                 wait([future], 1)
-        return [future.exception() or future.result() if future.done() else BrokenProcessPool() for future in futures]
+        return [_outcome(future) for future in futures]
 
-    def _running(self) -> ProcessPool:
+    def _running_pool(self) -> ProcessPool:
         if self._pool is not None and self._pool.active:
             return self._pool
         self.close()
@@ -143,19 +162,42 @@ class IsolatedReward(CountingReward):
         context: Any = ForkServerContext()
         context.Process = _Process
         context.set_forkserver_preload([__name__, getattr(self.reward, "__module__", __name__)])
-        self._pool = pool = ProcessPool(
-            self.workers, COMPLETIONS_OF_A_WORKER, _limit, (self.memory, self.reward), context=context
-        )
+        self._check_import(context)
+        pool = ProcessPool(self.workers, COMPLETIONS_OF_A_WORKER, _limit, (self.memory, self.reward), context=context)
+        self._pool = pool
         # Not `__del__`, which need not run at exit; workers would then outlive the run. Nor `weakref.finalize`, which
         # does not run at the end of a process that multiprocessing has started; that would wait for the workers.
         self.close = Finalize(self, lambda: (pool.stop(), pool.join()), exitpriority=0)
         try:
-            pool.schedule(os.getpid).result(START_LIMIT)  # a failing import raises here, not at every completion
+            pool.schedule(os.getpid).result(START_LIMIT)
         except (BrokenProcessPool, TimeoutError) as error:
             self.close()
-            said = f"The worker processes of {self.__name__} do not start; their output above says why"
-            raise RewardError(f"{said}. Make {self.reward.__module__!r} importable in a new process.") from error
+            raise self._no_start() from error
         return pool
+
+    def _check_import(self, context: Any) -> None:
+        """Import the reward's module in a worker: the pool would replace workers that fail at it without an end."""
+        worker = context.Process(target=callable, args=(self.reward,))  # unpickling the argument imports
+        try:
+            worker.start()
+            worker.join(START_LIMIT)
+        except (OSError, EOFError) as error:
+            raise self._no_start() from error
+        has_failed = worker.exitcode is not None and worker.exitcode > 0  # not by a signal, as of a scheduler
+        if has_failed:
+            raise self._no_start()
+
+    def _no_start(self) -> RewardError:
+        return RewardError(
+            f"The worker processes of {self.__name__} do not start; their output above says why. "
+            f"Make {self.reward.__module__!r} importable in a new process."
+        )
+
+
+def _outcome(future: ProcessFuture) -> Any:
+    if not future.done():
+        return BrokenProcessPool()
+    return future.exception() or future.result()
 
 
 class _Process(ForkServerProcess):
@@ -164,7 +206,8 @@ class _Process(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj):
         with _hiding:
-            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            main = sys.modules["__main__"]
+            sys.modules["__main__"] = ModuleType("__main__")
             try:
                 return ForkServerProcess._Popen(process_obj)
             finally:
@@ -190,12 +233,12 @@ def _limit(memory: int, reward: Callable[..., Any]) -> None:
     _prctl(_CHILD_SUBREAPER, 1)
     Finalize(None, _end_descendants, exitpriority=0)  # also on SIGTERM, by pebble's handler
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets a process that has ended
-    _pipe, other = Pipe()
+    _pipe, pipe_of_scorer = Pipe()
     pid = os.fork()
     if pid == 0:
         _pipe.close()
-        _serve(other, memory)
-    other.close()
+        _serve(pipe_of_scorer, memory)
+    pipe_of_scorer.close()
     _scorer = psutil.Process(pid)
 
 
@@ -208,10 +251,12 @@ def _serve(pipe: Connection, memory: int) -> NoReturn:
     _in_worker = True
     for number in (signal.SIGCHLD, signal.SIGTERM):  # pebble's handler would wait for native code to return to Python
         signal.signal(number, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_DATA, (memory * 2**20, memory * 2**20))
+    n_bytes = memory * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (n_bytes, n_bytes))
     try:
         while True:
-            pipe.send(_score(*pipe.recv()))
+            reward, call = pipe.recv()
+            pipe.send(_score(reward, call))
     finally:
         os._exit(1)
 
@@ -221,10 +266,10 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _pass_on(reward: Callable[..., Any], row: dict[str, list[Any]]) -> float | str | None:
+def _pass_on(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | str | None:
     """Have the second process of this worker score a completion. If that one has ended, this one ends, too."""
     try:
-        _pipe.send((reward, row))
+        _pipe.send((reward, call))
         while not _pipe.poll(1):
             if not _scorer.is_running():  # and something that it has forked holds the pipe open
                 raise EOFError
@@ -238,7 +283,8 @@ def _end_descendants() -> None:
     """End what this process has started, what that has started, and so on."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which would end this one first
     for _ in range(300):  # one may be starting another; one that changes its user cannot be ended
-        if not (descendants := psutil.Process().children(recursive=True)):
+        descendants = psutil.Process().children(recursive=True)
+        if not descendants:
             return
         for descendant in descendants:
             with suppress(psutil.Error):
@@ -246,12 +292,14 @@ def _end_descendants() -> None:
         time.sleep(0.01)
 
 
-def _score(reward: Callable[..., Any], row: dict[str, list[Any]]) -> float | str | None:
+def _score(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | str | None:
+    """The score of one completion, or the message of an error."""
     try:
-        return numbers(reward(**row), 1)[0]
+        [value] = numbers(reward(**call), 1)
+        return value
     # Nothing may end the worker. Exceptions are sent as text, because not every one can be unpickled.
     except BaseException as error:
-        return told(error)
+        return error_text(error)
 
 
 @functools.cache
@@ -265,6 +313,12 @@ def forbid() -> None:
 
 
 def _raise_if_forbidden(event: str, arguments: tuple) -> None:
-    writes = event == "open" and bool(set(arguments[1] or "") & set("wax+") or (arguments[2] or 0) & _WRITING)
-    if writes or _FORBIDDEN.match(event):
+    if _FORBIDDEN.match(event) or (event == "open" and _opens_for_writing(*arguments)):
         raise PermissionError(f"an answer asked for {event}")
+
+
+def _opens_for_writing(_path: Any, mode: str | None, flags: int | None) -> bool:
+    """By the arguments of the event `open`, of which `os.open` has no mode, and some others have no flags."""
+    writes_by_mode = not set("wax+").isdisjoint(mode or "")
+    writes_by_flags = (flags or 0) & _WRITING != 0
+    return writes_by_mode or writes_by_flags

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -74,7 +74,8 @@ _SCRIPTED = "topr"  # whose completions a `rollout_func` writes, some tokens of 
 _OF_TRL: dict[str, dict[str, Any]] = {"grpo": {"beta": 0.1, "use_bias_correction_kl": True}, "dapo": {}}
 
 _SAMPLING = "sampling, by how likely its tokens are"
-_POLICIES = {"old": "log-probabilities of the behaviour policy", "ref": "log-probabilities of the reference"}
+_OLD = "log-probabilities of the behaviour policy"
+_REF = "log-probabilities of the reference"
 # How far quantities may be off, in which unit: ten times what float32 leaves, or more.
 _ALLOWED = {
     "advantages": (1e-4, ""),
@@ -88,7 +89,11 @@ _ALLOWED = {
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A reward that depends on every token."""
-    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+    shares = []
+    for tokens in completion_ids:
+        n_even = sum(token % 2 == 0 for token in tokens)
+        shares.append(n_even / len(tokens))
+    return shares
 
 
 async def prompt_and_first_token(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
@@ -104,23 +109,30 @@ def partly_own(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """A `rollout_func` whose completions are partly the output of a tool."""
     draw = random.Random(0)
     prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    completions = [[draw.randrange(2, 16) for _ in range(draw.randrange(3, 10))] for _ in prompts]
-    own = [[int(place != 1) for place in range(len(tokens))] for tokens in completions]
-    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None, "env_mask": own}
+    completions = []
+    tool_masks = []
+    for _ in prompts:
+        length = draw.randrange(3, 10)
+        completions.append([draw.randrange(2, 16) for _ in range(length)])
+        tool_masks.append([1, 0] + [1] * (length - 2))  # a tool has written the second token
+    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None, "env_mask": tool_masks}
 
 
 def prompts() -> Dataset:
-    """Prompts of two lengths."""
-    short, long = (
-        [row["problem"] for row in make_problems("train", [level])[:32]] for level in ("Level 1", "Level 2")
-    )
-    return Dataset.from_dict({"prompt": [prompt for pair in zip(short, long, strict=True) for prompt in pair]})
+    """Prompts of two lengths, in turns."""
+    short_problems = make_problems("train", ["Level 1"])[:32]
+    long_problems = make_problems("train", ["Level 2"])[:32]
+    texts: list[str] = []
+    for short, long in zip(short_problems, long_problems, strict=True):
+        texts += (short["problem"], long["problem"])
+    return Dataset.from_dict({"prompt": texts})
 
 
 def save_model(folder: str) -> str:
     """Save a small random model, whose completions end sooner or later, with the tokenizer of the arithmetic one."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base_model_path()), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(base_model_path())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -186,12 +198,13 @@ class Report:
 
     def number(self, what: str, error: float) -> None:
         """A quantity that is right if its error is at most that of [`_ALLOWED`]."""
-        [(allowed, unit)] = [limit for name, limit in _ALLOWED.items() if f": {name}" in what]
+        [(allowed, unit)] = [bound for name, bound in _ALLOWED.items() if f": {name}" in what]
         self.line(f"{what}: off by {error:.1g}{unit}, {allowed:g} is allowed", is_right=error <= allowed)
 
     def line(self, what: str, *, is_right: bool) -> None:
         """A line of the report."""
-        print(f"{'ok   ' if is_right else 'WRONG'}  {what}", flush=True)
+        verdict = "ok   " if is_right else "WRONG"
+        print(f"{verdict}  {what}", flush=True)
         if not is_right:
             self.wrong.append(what)
 
@@ -205,10 +218,13 @@ class Report:
 
 def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None:
     """Train three optimizer steps with an objective, and compare two rollouts and the steps with float64."""
-    of_trl = kind is RecordingGRPO
-    title = f"{name} of TRL" if of_trl else name
-    options = {"loss_type": name, **_OF_TRL[name]} if of_trl else {"objective": name, **_RUNS[name]}
-    args = (GRPOConfig if of_trl else OPOConfig)(output_dir=f"{folder}/{title}", **_THREE_STEPS, **options)
+    args: GRPOConfig
+    if kind is RecordingGRPO:
+        title = f"{name} of TRL"
+        args = GRPOConfig(output_dir=f"{folder}/{title}", **_THREE_STEPS, loss_type=name, **_OF_TRL[name])
+    else:
+        title = name
+        args = OPOConfig(output_dir=f"{folder}/{title}", **_THREE_STEPS, objective=name, **_RUNS[name])
     trainer = kind(
         model=f"{folder}/{_MODEL}",
         reward_funcs=[even_tokens, prompt_and_first_token],
@@ -225,27 +241,43 @@ def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None
 
 def compare_rollouts(report: Report, title: str, trainer: Any, references: list[Reference]) -> None:
     """Compare rollouts of 16 completions with what their tokens say; what is off is the most of any of them."""
-    errors: dict[str, list[float]] = {}
-    are_grouped = []
+    errors: dict[str, list[float]] = {}  # of each quantity, those of all rollouts
+    are_grouped = True
     for (policy, rollout), reference in zip(trainer.rollouts, references, strict=True):
-        samples, group = reference.samples, trainer.args.num_generations
-        texts = [trainer.processing_class.decode(sample.prompt) for sample in samples]
-        groups = [{*texts[first : first + group]} for first in range(0, len(texts), group)]
-        are_grouped.append([len(each) for each in groups] == [1, 1, 1, 1] and {*texts} <= {*prompts()["prompt"]})
-        found = {"advantages": (rollout["advantages"] - reference.advantages).abs().max().item()}
-        if "num_items_in_batch" in rollout:
-            n_tokens = sum(sum(sample.counts) for sample in samples)
-            found["number of tokens that count"] = abs(int(rollout["num_items_in_batch"]) - n_tokens)
-        for name, weights in {"old": policy, "ref": trainer.initial}.items():
-            if (entry := f"{name}_per_token_logps") in rollout:
-                found[_POLICIES[name]] = largest_difference(rollout[entry], reference, weights)
-        if trainer.rollout_func is None:
-            found[_SAMPLING] = abs(reference.surprise(policy))
-        for what, error in found.items():
-            errors.setdefault(what, []).append(error)
-    report.line(f"{title}: 4 completions of each of 4 prompts", is_right=all(are_grouped))
-    for what, values in errors.items():
-        report.number(f"{title}: {what}", max(values))
+        are_grouped &= has_four_groups(trainer, reference.samples)
+        for name, error in errors_of_rollout(trainer, policy, rollout, reference).items():
+            errors.setdefault(name, []).append(error)
+    report.line(f"{title}: 4 completions of each of 4 prompts", is_right=are_grouped)
+    for name, errors_of_quantity in errors.items():
+        report.number(f"{title}: {name}", torch.tensor(errors_of_quantity).max().item())  # NaN if one of them is
+
+
+def has_four_groups(trainer: Any, samples: Sequence[Sample]) -> bool:
+    """Whether 16 completions are four of each of four prompts, one after the other, and of the dataset."""
+    texts = [trainer.processing_class.decode(sample.prompt) for sample in samples]
+    known_texts = {*prompts()["prompt"]}
+    if len(texts) != 16 or not known_texts.issuperset(texts):
+        return False
+    first_of_group = [texts[index - index % 4] for index in range(16)]
+    return texts == first_of_group
+
+
+def errors_of_rollout(
+    trainer: Any, policy: Weights, rollout: dict[str, Any], reference: Reference
+) -> dict[str, float]:
+    """Quantity of a rollout, which this policy has sampled → how far it is off."""
+    differences = (rollout["advantages"] - reference.advantages).abs()
+    errors = {"advantages": differences.max().item()}
+    if "num_items_in_batch" in rollout:
+        n_tokens = sum(sum(sample.counts) for sample in reference.samples)
+        errors["number of tokens that count"] = abs(int(rollout["num_items_in_batch"]) - n_tokens)
+    if "old_per_token_logps" in rollout:
+        errors[_OLD] = largest_difference(rollout["old_per_token_logps"], reference, policy)
+    if "ref_per_token_logps" in rollout:
+        errors[_REF] = largest_difference(rollout["ref_per_token_logps"], reference, trainer.initial)
+    if trainer.rollout_func is None:
+        errors[_SAMPLING] = abs(reference.surprise(policy))
+    return errors
 
 
 def compare_steps(report: Report, title: str, trainer: Any, references: list[Reference]) -> None:
@@ -255,47 +287,53 @@ def compare_steps(report: Report, title: str, trainer: Any, references: list[Ref
         behaviour, _ = trainer.rollouts[rollout]
         exact = references[rollout].gradient(policy, behaviour, trainer.initial)
         report.number(f"{title}: gradient of step {index + 1}", relative_error(gradient, exact))
-    (policy, gradient), (moved, _) = trainer.steps[:2]
+    initial, gradient = trainer.steps[0]
+    after_step, _ = trainer.steps[1]
     rate = trainer.args.learning_rate
-    expected = {name: weight - rate * gradient[name] for name, weight in policy.items()}
-    report.number(f"{title}: weights after step 1", relative_error(moved, expected))
+    expected = {name: weight - rate * gradient[name] for name, weight in initial.items()}
+    report.number(f"{title}: weights after step 1", relative_error(after_step, expected))
 
 
 def samples_of(trainer: Any, rollout: dict[str, Any]) -> list[Sample]:
     """The samples of a rollout, by its tokens and masks, with rewards that are computed from them here."""
     samples = []
     for index, prompt in enumerate(rollout["prompt_ids"]):
-        prompt_ids = prompt[rollout["prompt_mask"][index].bool()].tolist()
+        prompt_mask = rollout["prompt_mask"][index].bool()
+        prompt_ids = prompt[prompt_mask].tolist()
         mask = rollout["completion_mask"][index].bool()
         # One that is masked because it is truncated is as long as possible.
         length = int(mask.sum()) or len(mask)
-        counts = mask & rollout["tool_mask"][index].bool() if "tool_mask" in rollout else mask
+        counted = mask
+        if "tool_mask" in rollout:
+            counted = mask & rollout["tool_mask"][index].bool()
         completion_ids = rollout["completion_ids"][index][:length].tolist()
         text = trainer.processing_class.decode(prompt_ids)
-        rewards = [*even_tokens([completion_ids]), *asyncio.run(prompt_and_first_token([text], [completion_ids]))]
-        samples.append(Sample(prompt_ids, completion_ids, counts[:length].tolist(), rewards))
+        [reward] = even_tokens([completion_ids])
+        [other_reward] = asyncio.run(prompt_and_first_token([text], [completion_ids]))
+        samples.append(Sample(prompt_ids, completion_ids, counted[:length].tolist(), [reward, other_reward]))
     return samples
 
 
 def largest_difference(logps: Tensor, reference: Reference, weights: Weights) -> float:
-    """Of log-probabilities `[B, T]` of a rollout's tokens, among those that count."""
-    largest = 0.0
-    for row, sample in zip(logps, reference.samples, strict=True):
+    """Of log-probabilities `[B, T]` of a rollout's tokens, among those that count; NaN if one is NaN."""
+    differences = []
+    for logps_of_completion, sample in zip(logps, reference.samples, strict=True):
         exact = chosen(reference.logps(weights, sample), sample)
-        difference = (row[: len(exact)] - exact).abs()[torch.tensor(sample.counts)]
-        largest = max(largest, *difference.tolist(), 0.0)
-    return largest
+        difference = (logps_of_completion[: len(exact)] - exact).abs()
+        differences.append(difference[sample.counted()])
+    return torch.cat(differences).max().item()
 
 
-def relative_error(given: Weights, exact: Weights) -> float:
+def relative_error(tensors: Weights, exact: Weights) -> float:
     """Norm of the difference, over all tensors, relative to that of the exact ones."""
-    difference = norm({name: given[name].double() - tensor for name, tensor in exact.items()})
-    return difference / norm(exact)
+    differences = {name: tensors[name].double() - tensor for name, tensor in exact.items()}
+    return norm(differences) / norm(exact)
 
 
 def norm(tensors: Weights) -> float:
     """Norm of several tensors together."""
-    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors.values()))
+    sums = [tensor.square().sum().item() for tensor in tensors.values()]
+    return math.sqrt(sum(sums))
 
 
 def train(trainer: Any, **options: Any) -> None:
@@ -306,8 +344,9 @@ def train(trainer: Any, **options: Any) -> None:
 
 def six_steps(folder: str, name: str, *callbacks: TrainerCallback) -> OPOTrainer:
     """A run of six optimizer steps, of which four serve the first rollout, with a checkpoint after each."""
+    options = _SHORT_RUN | {"lr_scheduler_type": "linear"}
     args = OPOConfig(
-        **{**_SHORT_RUN, "lr_scheduler_type": "linear"},
+        **options,
         output_dir=f"{folder}/{name}",
         steps_per_generation=2,
         num_iterations=2,
@@ -331,25 +370,30 @@ def kill_and_resume(report: Report, folder: str) -> None:
     """Compare a run that was killed and resumed with one that was not."""
     whole = six_steps(folder, "whole")
     train(whole)
-    killed = subprocess.run([sys.executable, "-m", __package__, folder], capture_output=True, text=True)
+    command = [sys.executable, "-m", __package__, folder]
+    killed = subprocess.run(command, capture_output=True, text=True)
     title = "a run that is killed inside a rollout, and resumed"
     if killed.returncode != -signal.SIGKILL:
         report.line(f"{title}: it has ended before that: {killed.stderr[-500:]}", is_right=False)
         return
     resumed = six_steps(folder, "killed")
     train(resumed, resume_from_checkpoint="last")
-    logs = [[each.get("grad_norm") for each in trainer.state.log_history] for trainer in (whole, resumed)]
-    report.line(f"{title}: the same gradients in the log", is_right=logs[0] == logs[1])
+    report.line(f"{title}: the same gradients in the log", is_right=logged_norms(whole) == logged_norms(resumed))
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
-    is_same = all(torch.equal(one, other) for one, other in pairs)
-    report.line(f"{title}: the same weights, to the bit", is_right=is_same)
+    are_equal = all(torch.equal(weight, resumed_weight) for weight, resumed_weight in pairs)
+    report.line(f"{title}: the same weights, to the bit", is_right=are_equal)
+
+
+def logged_norms(trainer: OPOTrainer) -> list[float | None]:
+    """Norm of the gradient in each entry of a run's log."""
+    return [entry.get("grad_norm") for entry in trainer.state.log_history]
 
 
 def main() -> int:
     """Returns the exit status."""
-    for each in (logging, datasets_logging):
-        each.disable_progress_bar()
-        each.set_verbosity_error()
+    for library in (logging, datasets_logging):
+        library.disable_progress_bar()
+        library.set_verbosity_error()
     installed = ", ".join(f"{name} {version(name)} (tested: {TESTED[name]})" for name in TESTED)
     print(f"opo_trl {__version__} with {installed}; minutes on a CPU", flush=True)
     report = Report()
