@@ -17,7 +17,7 @@ from torch.nn import Module
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import is_async_callable
 
-from ..batch import carried, completion_tokens
+from ..batch import Batch, carried, completion_tokens
 from ..checks.text import one_line
 from ..contract import KNOWN_KEYS, MULTIMODAL_KEYS, ROLLOUT_KEYS
 from ..reuse.conversations import tokenizer_of
@@ -255,7 +255,7 @@ class FirstStep:
         expected = logits.log_softmax(dim=-1).gather(2, completion[None, :, None]).squeeze(2)
         yield from self._apart(logps, expected, torch.ones_like(expected).bool(), "the model's logits")
 
-    def check_reference(self, of_trl: Tensor, rows: Mapping[str, Any]) -> None:
+    def check_reference(self, of_trl: Tensor, rows: Batch) -> None:
         """Log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout; `rows` have those here."""
         mask, own_pass = completion_tokens(rows), rows["ref_per_token_logps"]
         self._report("the reference policy", self._apart(of_trl, own_pass, mask, "the reference model"))

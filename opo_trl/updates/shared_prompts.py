@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..batch import to_device
+from ..batch import Batch, to_device
 
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
@@ -41,7 +41,7 @@ def balance(model: PreTrainedModel) -> float | None:
     return weights / (2 * width * heads)
 
 
-def hashes(rows: Mapping[str, Tensor]) -> Tensor:
+def hashes(rows: Batch) -> Tensor:
     """
     A number for each sample's prompt, `[B]`: equal for equal prompts, and for others with a probability of about
     2^-45 or less, whatever their padding.

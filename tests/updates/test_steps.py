@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opo_trl.batch import optimizer_step_of_rows
+from opo_trl.updates.steps import optimizer_step_of_rows
 
 
 @given(
