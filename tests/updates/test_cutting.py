@@ -1,5 +1,6 @@
 """How the samples of an optimizer step are cut changes its cost and not its gradient."""
 
+import doctest
 from itertools import combinations
 
 import numpy as np
@@ -21,6 +22,7 @@ from helpers import (
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opo_trl.updates import cutting
 from opo_trl.updates.cutting import FEWEST_PASSES, Limits, best_cut, partition, spread
 
 
@@ -55,6 +57,12 @@ def all_cuts(lengths: np.ndarray, n_parts: int, **limits) -> list[int]:
     return [
         sum(map(padded_tokens, parts)) for parts in ways if all(allowed(part, lengths, **limits) for part in parts)
     ]
+
+
+def test_the_example_of_the_module_is_right():
+    failed, attempted = doctest.testmod(cutting)
+    assert attempted > 0
+    assert failed == 0
 
 
 @given(step=steps(), pass_tokens=st.sampled_from([0, 13, 256, FEWEST_PASSES]), fill=st.booleans())

@@ -1,0 +1,55 @@
+"""The entries of a rollout and of a micro-batch, and what is done with all of them."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from opo_trl.batch import Batch, concatenate, resize, take
+from opo_trl.trl import KNOWN_KEYS
+
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+
+
+def test_the_table_of_the_page_has_every_entry_of_a_batch():
+    _, section = PAGE.read_text(encoding="utf-8").split("## Entries of a batch")
+    table, _, _ = section.partition("\n## ")
+    first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    names = re.findall(r"`(\w+)`", " ".join(first_cells))
+    assert sorted(names) == sorted(Batch.__annotations__)
+
+
+def test_a_batch_has_every_entry_of_the_tested_releases_of_trl():
+    assert Batch.__annotations__.keys() >= {*KNOWN_KEYS}
+
+
+def entries_of(first: int, *, width: int) -> dict:
+    """Two completions, with a tensor, a table and a list of a user's own that tell them apart."""
+    numbers = torch.arange(first, first + 2)
+    table = numbers[:, None].repeat(1, width)
+    return {
+        "prompt_ids": table[:, :1],
+        "prompt_mask": table[:, :1],
+        "completion_ids": table,
+        "completion_mask": torch.ones_like(table),
+        "rewards_per_func": numbers[:, None].float(),
+        "tensor": numbers,
+        "table": table[:, :, None],
+        "list": [str(number) for number in numbers.tolist()],
+    }
+
+
+def test_entries_of_a_users_own_travel_with_their_completions():
+    batch = take(concatenate([entries_of(1, width=2), entries_of(3, width=3)]), np.array([3, 0]))
+    assert batch["tensor"].tolist() == [4, 1]
+    assert batch["list"] == ["4", "1"]
+    assert batch["table"].squeeze(2).tolist() == batch["completion_ids"].tolist() == [[4, 4, 4], [1, 1, 0]]
+
+
+def test_tables_of_a_users_own_are_as_wide_as_the_completions():
+    batch = resize(entries_of(1, width=2), prompt=2, completion=1)
+    assert batch["prompt_ids"].tolist() == [[0, 1], [0, 2]]
+    assert batch["table"].shape == (2, 1, 1)
+    assert batch["rewards_per_func"].shape == (2, 1)
