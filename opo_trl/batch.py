@@ -129,7 +129,7 @@ def take(batch: Mapping[str, Any], order: np.ndarray) -> Batch:
         if not isinstance(value, Tensor) or not value.ndim:
             return value
         if value.device not in order_on:
-            order_on[value.device] = to_device(torch.from_numpy(order), value.device)
+            order_on[value.device] = to_device(order, value.device)
         return value[order_on[value.device]]
 
     with_images_apart = split_pixel_values_by_grid(dict(batch))
@@ -156,8 +156,9 @@ def concatenate(batches: Sequence[Mapping[str, Any]]) -> Batch:
 
 def can_exchange(batch: Mapping[str, Any]) -> bool:
     """Whether processes can exchange completions: not with images, of which one may have none, nor with lists."""
-    has_images = any(name in MULTIMODAL_KEYS for name in batch)
-    return not has_images and all(isinstance(value, Tensor) for value in batch.values())
+    if batch.keys() & {*MULTIMODAL_KEYS}:
+        return False
+    return all(isinstance(value, Tensor) for value in batch.values())
 
 
 def exchange(batch: Mapping[str, Any], completions: np.ndarray, accelerator: Accelerator) -> Batch:
@@ -168,7 +169,7 @@ def exchange(batch: Mapping[str, Any], completions: np.ndarray, accelerator: Acc
     tensors = {name: batch[name].contiguous() for name in sorted(batch) if batch[name].ndim}
     as_bytes = [tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in tensors.values()]
     of_all = accelerator.gather(torch.cat(as_bytes, dim=1))
-    bytes_of_completions = of_all[to_device(torch.from_numpy(completions), of_all.device)]
+    bytes_of_completions = of_all[to_device(completions, of_all.device)]
     parts = bytes_of_completions.split([part.size(1) for part in as_bytes], dim=1)
     entries = dict(batch)
     for (name, tensor), part in zip(tensors.items(), parts, strict=True):
@@ -201,7 +202,10 @@ def widths_of_tables(batch: Mapping[str, Any]) -> dict[str, int]:
 
 def to_widths(batch: Mapping[str, Any], widths: Mapping[str, int]) -> Batch:
     """A batch with these numbers of columns in some of its tensors: cut, or padded with zeros, on their side."""
-    return as_batch({**batch, **{name: to_width(name, batch[name], width) for name, width in widths.items()}})
+    entries = dict(batch)
+    for name, width in widths.items():
+        entries[name] = to_width(name, batch[name], width)
+    return as_batch(entries)
 
 
 def to_width(name: str, value: Tensor, width: int) -> Tensor:
@@ -217,6 +221,7 @@ def to_width(name: str, value: Tensor, width: int) -> Tensor:
     return pad(value, later_dimensions + columns)
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor of the host to the device, without waiting."""
+def to_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy values of the host to the device, without waiting."""
+    tensor = torch.as_tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -322,5 +322,5 @@ def spread(micro_batches: list[Batch], n_calls: int) -> list[list[Batch]]:
 
     If there are too few, the first ones stay empty: in the last one processes exchange gradients.
     """
-    bounds = [math.floor(call * len(micro_batches) / n_calls) for call in range(n_calls + 1)]
+    bounds = [call * len(micro_batches) // n_calls for call in range(n_calls + 1)]
     return [micro_batches[start:end] for start, end in itertools.pairwise(bounds)]

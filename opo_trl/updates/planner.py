@@ -102,7 +102,7 @@ class Planner:
             ids, mask, width = model_inputs(micro_batch)
             pass_model = shared_prompts.model_for(model, micro_batch)
             part_logps, part_entropies = logps(pass_model, ids, mask, width, **options)[:2]
-            places = to_device(torch.from_numpy(part), input_ids.device)
+            places = to_device(part, input_ids.device)
             logps_of_tokens[places, :width] = part_logps.float()
             if part_entropies is not None:
                 entropies[places, :width] = part_entropies.float()
@@ -137,11 +137,11 @@ class Planner:
         n_computed = max(int(np.count_nonzero(~local.at_rest)), n_micro_batches)
         computed, left_out = np.split(computed_first, [n_computed])
         counts = _counts(batch)
-        filler = to_device(torch.from_numpy(local.at_rest), counts.device)
+        filler = to_device(local.at_rest, counts.device)
         batch = {**batch, "opo_counts": counts, "opo_filler": filler}
         parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, balance))
         micro_batches = [micro_batch for _, micro_batch in parts]
-        micro_batches[-1]["opo_skipped"] = counts[to_device(torch.from_numpy(left_out), counts.device)]
+        micro_batches[-1]["opo_skipped"] = counts[to_device(left_out, counts.device)]
         return micro_batches
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:

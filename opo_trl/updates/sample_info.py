@@ -1,6 +1,6 @@
 """`SampleInfo`: what every process knows of the completions of all processes, so that all of them cut alike."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +32,14 @@ class SampleInfo:
 
     def __getitem__(self, index) -> "SampleInfo":
         """Those at an index of the dimensions of completions."""
-        return SampleInfo(**{name: values[index] for name, values in vars(self).items()})
+        return self._each(lambda values: values[index])
 
     def on_all_processes(self) -> "SampleInfo":
         """From `[processes, B]`, the completions in the order of the processes: `[processes · B]`."""
-        n_completions = self.prompt.size
-        return SampleInfo(
-            **{name: values.reshape(n_completions, *values.shape[2:]) for name, values in vars(self).items()}
-        )
+        return self._each(np.concatenate)
+
+    def _each(self, function: Callable[[np.ndarray], np.ndarray]) -> "SampleInfo":
+        return SampleInfo(**{name: function(values) for name, values in vars(self).items()})
 
     @classmethod
     def gather(cls, steps: Sequence[Batch], at_rest: Iterable[Tensor], accelerator: Accelerator) -> "SampleInfo":
@@ -47,22 +47,28 @@ class SampleInfo:
         Of all processes' completions in some optimizer steps, `[processes, steps, B]`, by one collective call and one
         copy to the host. `at_rest` is bool `[B]` of each step, and B the same in all of them.
         """
-        device = accelerator.device
-        of_process = [[*columns_of(batch), can_exchange(batch)] for batch in steps]
-        tables = []
-        for batch, rests, numbers in zip(steps, at_rest, to_device(torch.tensor(of_process), device), strict=True):
-            lengths = lengths_of(batch).to(device)
-            numbers = numbers.expand(len(lengths), -1)
-            prompt = hashes(batch).to(device)
-            tables.append(torch.column_stack([lengths, rests.to(device), numbers, prompt]))
-        table = accelerator.gather(torch.stack(tables)[None]).cpu().numpy()
-        return cls(
-            lengths=table[..., :2],
-            at_rest=table[..., 2].astype(bool),
-            columns=table[..., 3:5],
-            exchangeable=table[..., 5].astype(bool),
-            prompt=table[..., 6],
-        )
+        of_process = _table(steps, at_rest, accelerator.device).unsqueeze(0)
+        table = accelerator.gather(of_process).cpu().numpy()
+        lengths, rests, columns, exchangeable, prompt = np.split(table, [2, 3, 5, 6], axis=-1)
+        return cls(lengths, _flags(rests), columns, _flags(exchangeable), prompt.squeeze(-1))
+
+
+def _table(steps: Sequence[Batch], at_rest: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The fields of [`SampleInfo`] in their order, of this process's completions: integers `[steps, B, 7]`."""
+    # The same for all completions of a process in a step: copied once, and not for each step.
+    columns_and_exchange = np.array([[*columns_of(batch), can_exchange(batch)] for batch in steps])
+    tables = []
+    for batch, rests, numbers in zip(steps, at_rest, to_device(columns_and_exchange, device), strict=True):
+        lengths = lengths_of(batch).to(device)
+        prompt = hashes(batch).to(device)
+        repeated = numbers.expand(len(lengths), -1)
+        tables.append(torch.column_stack([lengths, rests.to(device), repeated, prompt]))
+    return torch.stack(tables)
+
+
+def _flags(column: np.ndarray) -> np.ndarray:
+    """A column `[…, 1]` of integers, which are 0 or 1, as bool `[…]`."""
+    return column.squeeze(-1).astype(bool)
 
 
 def columns_of(batch: Batch) -> tuple[int, int]:
@@ -72,8 +78,9 @@ def columns_of(batch: Batch) -> tuple[int, int]:
 
 def lengths_of(batch: Batch) -> Tensor:
     """Columns that each completion needs, `[B, 2]`: of its prompt from the first token, of itself to the last."""
-    lengths = [_last_place(mask) for mask in (batch["prompt_mask"].flip(1), batch["completion_mask"])]
-    return torch.stack(lengths, dim=1)
+    prompt = _last_place(batch["prompt_mask"].flip(1))
+    completion = _last_place(batch["completion_mask"])
+    return torch.stack([prompt, completion], dim=1)
 
 
 def _last_place(mask: Tensor) -> Tensor:

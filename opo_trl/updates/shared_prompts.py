@@ -54,7 +54,7 @@ def hashes(batch: Batch) -> Tensor:
     random = np.random.default_rng(0)
     from_the_right = random.integers(-(2**63), 2**63, (ids.size(1), 2))  # prompts are padded on the left
     coefficients = from_the_right[::-1].T.copy()
-    factor, offset = to_device(torch.from_numpy(coefficients), ids.device)
+    factor, offset = to_device(coefficients, ids.device)
     # The sum wraps around.
     return torch.where(mask.bool(), ids * factor + offset, 0).sum(dim=1)
 
@@ -80,7 +80,7 @@ def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
     table = np.full((len(rows), 2, width), -1)
     for number, row in enumerate(rows):
         table[number, :, : row.shape[1]] = row
-    source, segment = to_device(torch.from_numpy(table), batch["completion_ids"].device).unbind(dim=1)
+    source, segment = to_device(table, batch["completion_ids"].device).unbind(dim=1)
     return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}
 
 
@@ -130,12 +130,17 @@ def _shared(
     The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
     """
     place = source.clamp(min=0)
-    is_attended = (source >= 0) & attention_mask.flatten()[place].bool()
+
+    def placed(table: Tensor) -> Tensor:
+        """Values of a table `[B, L]`, of each token in its place."""
+        return table.flatten()[place]
+
+    is_attended = (source >= 0) & placed(attention_mask).bool()
     # Only tokens of completions have a label, and each is in one place.
-    placed_labels = labels.flatten()[place].masked_fill(~is_attended, -100)
-    positions = place % input_ids.size(1) if position_ids is None else position_ids.flatten()[place]
+    placed_labels = placed(labels).masked_fill(~is_attended, -100)
+    positions = place % input_ids.size(1) if position_ids is None else placed(position_ids)
     outputs = model(
-        input_ids=input_ids.flatten()[place],
+        input_ids=placed(input_ids),
         attention_mask=_attention(segment, is_attended).unsqueeze(1),
         position_ids=positions,
         labels=placed_labels,
