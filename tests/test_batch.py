@@ -16,8 +16,9 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 def test_the_table_of_the_page_has_every_entry_of_a_batch():
     _, section = PAGE.read_text(encoding="utf-8").split("## Entries of a batch")
     table, _, _ = section.partition("\n## ")
-    first_cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
-    names = re.findall(r"`(\w+)`", " ".join(first_cells))
+    names = []
+    for first_cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        names += re.findall(r"`(\w+)`", first_cell)
     assert sorted(names) == sorted(Batch.__annotations__)
 
 
@@ -42,7 +43,8 @@ def entries_of(first: int, *, width: int) -> dict:
 
 
 def test_entries_of_a_users_own_travel_with_their_completions():
-    batch = take(concatenate([entries_of(1, width=2), entries_of(3, width=3)]), np.array([3, 0]))
+    batches = [entries_of(1, width=2), entries_of(3, width=3)]
+    batch = take(concatenate(batches), np.array([3, 0]))
     assert batch["tensor"].tolist() == [4, 1]
     assert batch["list"] == ["4", "1"]
     assert batch["table"].squeeze(2).tolist() == batch["completion_ids"].tolist() == [[4, 4, 4], [1, 1, 0]]

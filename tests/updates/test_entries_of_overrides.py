@@ -16,9 +16,13 @@ RUN = {"num_iterations": 2, "max_staleness": 1, "max_steps": 14, "save_strategy"
 IN_REPLAY = 11  # a step inside the second pass over the second rollout
 
 
-def sums(batch: dict) -> torch.Tensor:
-    """A number that tells completions apart."""
-    return (batch["completion_ids"] * batch["completion_mask"]).sum(dim=1)
+def tokens(batch: dict) -> torch.Tensor:
+    """Of the completions, 0 for padding, `[B, T]`; their sum tells completions apart."""
+    return batch["completion_ids"] * batch["completion_mask"]
+
+
+def texts(numbers: torch.Tensor) -> list[str]:
+    return [str(number) for number in numbers.tolist()]
 
 
 class WithTensors(OPOTrainer):
@@ -28,13 +32,13 @@ class WithTensors(OPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         rollout = super()._generate_and_score_completions(inputs)
-        rollout["number"] = sums(rollout)
-        rollout["table"] = (rollout["completion_ids"] * rollout["completion_mask"]).unsqueeze(2)
+        rollout["number"] = tokens(rollout).sum(dim=1)
+        rollout["table"] = tokens(rollout).unsqueeze(2)
         return rollout
 
     def _sample_losses(self, inputs, logps, entropies):
-        assert torch.equal(inputs["number"], sums(inputs))
-        assert torch.equal(inputs["table"].squeeze(2), inputs["completion_ids"] * inputs["completion_mask"])
+        assert torch.equal(inputs["number"], tokens(inputs).sum(dim=1))
+        assert torch.equal(inputs["table"].squeeze(2), tokens(inputs))
         self.n_compared += len(inputs["number"])
         return super()._sample_losses(inputs, logps, entropies)
 
@@ -44,11 +48,11 @@ class WithList(WithTensors):
 
     def _generate_and_score_completions(self, inputs):
         rollout = super()._generate_and_score_completions(inputs)
-        rollout["texts"] = [str(number) for number in rollout["number"].tolist()]
+        rollout["texts"] = texts(rollout["number"])
         return rollout
 
     def _sample_losses(self, inputs, logps, entropies):
-        assert inputs["texts"] == [str(number) for number in inputs["number"].tolist()]
+        assert inputs["texts"] == texts(inputs["number"])
         return super()._sample_losses(inputs, logps, entropies)
 
 
@@ -86,4 +90,5 @@ def test_entries_arrive_in_the_loss_also_of_a_resumed_run_on_two_processes(
     arguments = (trainer_class, tiny_model, str(folder), str(checkpoint))
     statuses = launch(resume, *arguments, config="multi_gpu", processes=2, folder=folder)
     assert statuses == [0, 0], logs(folder)
-    assert sum(int(path.read_text()) for path in folder.glob("compared_*")) == n_left
+    n_compared = [int(path.read_text()) for path in folder.glob("compared_*")]
+    assert sum(n_compared) == n_left
