@@ -20,7 +20,8 @@ def have_spread(values: Tensor, counts: Tensor, num_generations: int, rounding: 
     Groups whose `values`, `[N]`, differ by more than `rounding`, `[N / num_generations]`, among those that count (bool
     `[N]`): bool, `[N / num_generations]`.
     """
-    values, counts = values.view(-1, num_generations), counts.view(-1, num_generations)
+    values = values.view(-1, num_generations)
+    counts = counts.view(-1, num_generations)
     # Not a standard deviation near zero: its rounding errors would depend on the size of the values.
     highest = values.masked_fill(~counts, -torch.inf).amax(dim=1)
     lowest = values.masked_fill(~counts, torch.inf).amin(dim=1)
@@ -77,5 +78,7 @@ def own_samples(rollout: Batch, columns: Mapping[str, Tensor], accelerator: Acce
     """Of columns of all processes' completions, `[N]`, this process's, `[B]`, in float32 on its rollout's device."""
     n_local = len(rollout["advantages"])
     first = n_local * accelerator.process_index
-    table = torch.stack([column[first : first + n_local].float() for column in columns.values()])
-    return dict(zip(columns, to_device(table, rollout["advantages"].device), strict=True))
+    local = slice(first, first + n_local)
+    table = torch.stack([column[local].float() for column in columns.values()])
+    local_columns = to_device(table, rollout["advantages"].device)
+    return dict(zip(columns, local_columns, strict=True))

@@ -69,7 +69,7 @@ def columns(lengths: np.ndarray, *, most: np.ndarray | tuple[int, int]) -> dict[
 class Shapes(NamedTuple):
     """The shapes that the parts of one size have: an array each, by the part's first completion."""
 
-    rows: np.ndarray | int
+    rows: np.ndarray | int  # that the model computes: of completions, or of prompts
     width: np.ndarray  # tokens of a row, with padding
     completion: np.ndarray  # tokens of the longest completion
 
@@ -93,14 +93,14 @@ def _padded_shapes(lengths: np.ndarray) -> Iterator[Shapes]:
 class Prompts:
     """Prompts of completions, where a model can compute them once."""
 
-    of_sample: np.ndarray  # the prompt of each completion, as any number, `[B]`
+    of_completion: np.ndarray  # the prompt of each completion, as any number, `[B]`
     # Tokens to which attention costs as much as the rest of a layer: with shared prompts it is computed between all
     # completions of a prompt, and masked.
     balance: float
 
     def take(self, completions: np.ndarray) -> "Prompts":
         """The prompts of some completions."""
-        return Prompts(self.of_sample[completions], self.balance)
+        return Prompts(self.of_completion[completions], self.balance)
 
     def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
         """Cost of some tokens in rows of this width, in tokens without attention."""
@@ -108,25 +108,26 @@ class Prompts:
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
         """Order of completions with those of a prompt together, and prompts by the tokens of all their completions."""
-        _, prompt = np.unique(self.of_sample, return_inverse=True)
+        _, prompt = np.unique(self.of_completion, return_inverse=True)
         tokens_of_prompts = np.bincount(prompt, lengths.sum(axis=1))
         return np.lexsort((prompt, -tokens_of_prompts[prompt]))
 
     def shapes(self, lengths: np.ndarray) -> Iterator[Shapes]:
         """Shapes of the parts of 1, 2, … completions, sorted by prompt, with a row for each prompt."""
-        begins_prompt = np.append(True, np.diff(self.of_sample) != 0)
-        of_prompt = np.maximum(lengths[:, 0] - 1, 0)
-        of_completion = 1 + lengths[:, 1]  # begins with a copy of the prompt's last token
+        begins_prompt = np.append(True, np.diff(self.of_completion) != 0)
+        prompt_lengths, completion_lengths = lengths.T
+        width_of_prompt = np.maximum(prompt_lengths - 1, 0)
+        width_of_completion = 1 + completion_lengths  # begins with a copy of the prompt's last token
         width_of_last_row = width = rows = completion = np.zeros(len(lengths), dtype=int)
         for size in range(1, len(lengths) + 1):
             n_parts = len(lengths) - size + 1
             last = slice(size - 1, None)  # the completions that these parts end with
             begins_row = begins_prompt[last] | (size == 1)
-            width_before = np.where(begins_row, of_prompt[last], width_of_last_row[:n_parts])
-            width_of_last_row = width_before + of_completion[last]
+            width_before = np.where(begins_row, width_of_prompt[last], width_of_last_row[:n_parts])
+            width_of_last_row = width_before + width_of_completion[last]
             width = np.maximum(width[:n_parts], width_of_last_row)
             rows = rows[:n_parts] + begins_row
-            completion = np.maximum(completion[:n_parts], lengths[last, 1])
+            completion = np.maximum(completion[:n_parts], completion_lengths[last])
             yield Shapes(rows, width, completion)
 
 
@@ -160,7 +161,7 @@ class Limits:
         allowed = np.ones(len(shapes.width), dtype=bool)
         if size == 1:
             return allowed
-        # As many tokens as `max_rows` of the longest completion. So many fit, as without a plan.
+        # Without a plan, a micro-batch has as many tokens as `max_rows` of the longest completion: so many fit.
         longest = lengths.sum(axis=1).max(initial=0)
         if size > self.max_rows:
             longest_completion = lengths[:, 1].max(initial=0)
@@ -183,6 +184,10 @@ class Cut(NamedTuple):
     shared: bool  # whether parts compute a prompt once for all its completions
     cost: float  # tokens with padding, and those of the passes; with [`Prompts`], also attention between tokens
 
+    @property
+    def n_parts(self) -> int:
+        return len(self.bounds) + 1
+
 
 def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None) -> Cut:
     """
@@ -193,18 +198,18 @@ def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
     bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
     if prompts is None:
         return Cut(order, bounds, shared=False, cost=cost)
-    tokens = 0.0  # besides, what attention between them costs, in tokens
+    tokens = 0.0  # with padding, and as many more as attention between them costs
     for part in np.split(order, bounds):
         width = lengths[part].max(axis=0, initial=0).sum()
         tokens += float(prompts.cost(len(part) * width, width))
-    cost = tokens + limits.pass_tokens * (len(bounds) + 1)
+    padded = Cut(order, bounds, shared=False, cost=tokens + limits.pass_tokens * (len(bounds) + 1))
     by_prompt = prompts.order(lengths)
     shared_costs = limits.costs(lengths[by_prompt], prompts.take(by_prompt))
-    shared_bounds, shared_cost = _cheapest(shared_costs, limits.pass_tokens)
-    shared_tokens = shared_cost - limits.pass_tokens * (len(shared_bounds) + 1)
-    if shared_cost < cost and shared_tokens < (1 - WORTH_SHARING) * tokens:
-        return Cut(by_prompt, shared_bounds, shared=True, cost=shared_cost)
-    return Cut(order, bounds, shared=False, cost=cost)
+    bounds, cost = _cheapest(shared_costs, limits.pass_tokens)
+    shared = Cut(by_prompt, bounds, shared=True, cost=cost)
+    shared_tokens = shared.cost - limits.pass_tokens * shared.n_parts
+    saves_tokens = shared_tokens < (1 - WORTH_SHARING) * tokens
+    return shared if saves_tokens and shared.cost < padded.cost else padded
 
 
 def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
@@ -260,8 +265,8 @@ def _best_split(lengths: np.ndarray) -> tuple[float, int]:
     tokens_of_last = sizes * width_of_last[:-1]
     tokens = tokens_of_first + tokens_of_last[::-1]
     best = int(tokens.argmin())
-    unsplit = len(lengths) * width_of_first[-1]
-    return float(tokens[best] - unsplit), best + 1
+    tokens_unsplit = len(lengths) * width_of_first[-1]
+    return float(tokens[best] - tokens_unsplit), int(sizes[best])
 
 
 def partition(lengths: np.ndarray, at_rest: np.ndarray, n_processes: int) -> np.ndarray:
@@ -308,9 +313,10 @@ def cut(
     for part in np.split(completions, bounds):
         micro_batch = take(batch, part)
         if not batch.keys() & _WHOLE_WIDTH:
-            micro_batch = resize(micro_batch, **columns(lengths[part], most=columns_of(batch)))
+            widths = columns(lengths[part], most=columns_of(batch))
+            micro_batch = resize(micro_batch, **widths)
         if shared and prompts is not None:
-            places = arrange(micro_batch, lengths[part], prompts.of_sample[part])
+            places = arrange(micro_batch, lengths[part], prompts.of_completion[part])
             micro_batch = as_batch({**micro_batch, **places})
         micro_batches.append((part, micro_batch))
     return micro_batches

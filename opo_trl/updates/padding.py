@@ -59,8 +59,10 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
     """
     model = trainer.model
     prompt, completion = _longest(input_ids, attention_mask, width)
-    ids = torch.cat([prompt[-MOST_TOKENS:], completion[:MOST_TOKENS]])[None]
-    n_scored = min(len(completion), MOST_TOKENS)
+    # The tokens where they meet
+    prompt, completion = prompt[-MOST_TOKENS:], completion[:MOST_TOKENS]
+    ids = torch.cat([prompt, completion]).unsqueeze(0)
+    n_scored = len(completion)
 
     def logps(left: int = 0, right: int = 0, first: int = 0) -> Tensor:
         """Log-probabilities with this padding on both sides, and positions that begin with `first`."""
@@ -68,7 +70,8 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
         mask = pad(torch.ones_like(ids), (left, right))
         policy = partial(with_positions, model, first=first) if trainer._takes_positions else model
         pass_of_trl = GRPOTrainer._get_per_token_logps_and_entropies
-        return pass_of_trl(trainer, policy, padded_ids, mask, n_scored + right)[0][:, :n_scored]
+        logps_of_tokens, _, _ = pass_of_trl(trainer, policy, padded_ids, mask, n_scored + right)
+        return logps_of_tokens[:, :n_scored]
 
     def distance(one: Tensor, other: Tensor) -> Tensor:
         return (one - other).square().mean().sqrt()
@@ -79,25 +82,29 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
         noise = distance(logps(first=2), logps(first=1))  # some models reset themselves at position 0
         padded_left = distance(logps(left=8), alone)
         padded_right = distance(logps(right=8), alone)
-    longest = input_ids.size(1) - width + (trainer.args.max_completion_length or width)
+    n_prompt_columns = input_ids.size(1) - width
+    longest = n_prompt_columns + (trainer.args.max_completion_length or width)
     # A model that may scale its positions by the width of the batch counts as infinitely far away.
-    scaled = alone.new_tensor(torch.inf if longest > _context(model.config) else 0.0)
-    numbers = torch.stack([padded_left, padded_right, scaled, noise])
-    of_processes = trainer.accelerator.gather(numbers[None].to(trainer.accelerator.device))
-    distances, noise = of_processes[:, :-1], of_processes[:, -1:]
-    bounds = (4 * noise).clamp(min=2 * _precision(trainer) ** 0.5)
+    may_scale = longest > _context(model.config)
+    scaled = alone.new_tensor(torch.inf if may_scale else 0.0)
+    numbers = torch.stack([padded_left, padded_right, scaled, noise]).unsqueeze(0)
+    of_processes = trainer.accelerator.gather(numbers.to(trainer.accelerator.device))
+    distances, noises = of_processes.tensor_split([3], dim=1)
+    least_bound = 2 * _precision(trainer) ** 0.5
+    bounds = (4 * noises).clamp(min=least_bound)
     return bool((distances <= bounds).all())
 
 
 def _longest(input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Tokens of the longest completion in rows `[B, P + width]`, and before it of its prompt: at least one of each."""
     first = input_ids.size(1) - width  # column of the completions' first tokens
-    row = int(attention_mask[:, first:].sum(dim=1).argmax())
+    lengths = attention_mask[:, first:].sum(dim=1)
+    row = int(lengths.argmax())
     is_token = attention_mask[row].bool()
     is_token[first - 1 : first + 1] = True  # also if all of a prompt or completion is masked
-    prompt = input_ids[row, :first][is_token[:first]]
-    completion = input_ids[row, first:][is_token[first:]]
-    return prompt, completion
+    prompt, completion = input_ids[row].tensor_split([first])
+    is_prompt_token, is_completion_token = is_token.tensor_split([first])
+    return prompt[is_prompt_token], completion[is_completion_token]
 
 
 @contextmanager

@@ -74,11 +74,13 @@ class Planner:
         """
         n_completions = len(input_ids)
         images = {name: options[name] for name in MULTIMODAL_KEYS if options.get(name) is not None}
+        prompt_ids, completion_ids = input_ids.tensor_split([-logits_to_keep], dim=1)
+        prompt_mask, completion_mask = attention_mask.tensor_split([-logits_to_keep], dim=1)
         batch: Batch = {
-            "prompt_ids": input_ids[:, :-logits_to_keep],
-            "prompt_mask": attention_mask[:, :-logits_to_keep],
-            "completion_ids": input_ids[:, -logits_to_keep:],
-            "completion_mask": attention_mask[:, -logits_to_keep:],
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
         }
         none_at_rest = torch.zeros(n_completions, dtype=torch.bool, device=input_ids.device)
         info = SampleInfo.gather([as_batch({**batch, **images})], [none_at_rest], self.accelerator)[:, 0]
@@ -96,7 +98,7 @@ class Planner:
         local = info[self.accelerator.process_index]
         prompts = _prompts(local, balance)
         all_completions = np.arange(n_completions)
-        logps_of_tokens = torch.zeros_like(batch["completion_ids"], dtype=torch.float32)
+        logps_of_tokens = torch.zeros_like(completion_ids, dtype=torch.float32)
         entropies = torch.zeros_like(logps_of_tokens)
         for part, micro_batch in cut(batch, local.lengths, all_completions, n_micro_batches, limits, prompts):
             ids, mask, width = model_inputs(micro_batch)
@@ -126,7 +128,7 @@ class Planner:
             assigned = partition(on_all.lengths, on_all.at_rest, n_processes)
             exchanged = on_all[assigned]
             n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, balance, limits)
-            # It may divide the completions of a prompt, which are then computed with a prompt each.
+            # An exchange may part the completions of a prompt, which are then computed with a prompt each.
             if balance is None or cost_exchanged < cost:
                 widths = columns(on_all.lengths, most=on_all.columns.max(axis=0))
                 batch = exchange(resize(batch, **widths), assigned[process], self.accelerator)
@@ -134,14 +136,15 @@ class Planner:
         local = info[process]
         # No micro-batch may be empty: a process with too few completions computes some that are at rest.
         computed_first = np.argsort(local.at_rest, kind="stable")
-        n_computed = max(int(np.count_nonzero(~local.at_rest)), n_micro_batches)
-        computed, left_out = np.split(computed_first, [n_computed])
+        n_with_gradient = int(np.count_nonzero(~local.at_rest))
+        computed, left_out = np.split(computed_first, [max(n_with_gradient, n_micro_batches)])
         counts = _counts(batch)
         filler = to_device(local.at_rest, counts.device)
         batch = {**batch, "opo_counts": counts, "opo_filler": filler}
         parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, balance))
         micro_batches = [micro_batch for _, micro_batch in parts]
-        micro_batches[-1]["opo_skipped"] = counts[to_device(left_out, counts.device)]
+        places_left_out = to_device(left_out, counts.device)
+        micro_batches[-1]["opo_skipped"] = counts[places_left_out]
         return micro_batches
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
@@ -178,9 +181,9 @@ def _needed(info: SampleInfo, balance: float | None, limits: Limits) -> tuple[in
     most, highest_cost = 0, 0.0
     for process in range(len(info)):
         local = info[process]
-        moving = local[~local.at_rest]
-        process_cut = best_cut(moving.lengths, limits, _prompts(moving, balance))
-        most = max(most, len(process_cut.bounds) + 1)
+        with_gradient = local[~local.at_rest]
+        process_cut = best_cut(with_gradient.lengths, limits, _prompts(with_gradient, balance))
+        most = max(most, process_cut.n_parts)
         highest_cost = max(highest_cost, process_cut.cost)
     return most, highest_cost
 

@@ -55,13 +55,13 @@ class SampleInfo:
 
 def _table(steps: Sequence[Batch], at_rest: Iterable[Tensor], device: torch.device) -> Tensor:
     """The fields of [`SampleInfo`] in their order, of this process's completions: integers `[steps, B, 7]`."""
-    # The same for all completions of a process in a step: copied once, and not for each step.
-    columns_and_exchange = np.array([[*columns_of(batch), can_exchange(batch)] for batch in steps])
+    # What all completions of a step have in common is copied to the device for all steps at once.
+    common = torch.tensor([(*columns_of(batch), can_exchange(batch)) for batch in steps])
     tables = []
-    for batch, rests, numbers in zip(steps, at_rest, to_device(columns_and_exchange, device), strict=True):
+    for batch, rests, columns_and_exchange in zip(steps, at_rest, to_device(common, device), strict=True):
         lengths = lengths_of(batch).to(device)
         prompt = hashes(batch).to(device)
-        repeated = numbers.expand(len(lengths), -1)
+        repeated = columns_and_exchange.expand(len(lengths), -1)
         tables.append(torch.column_stack([lengths, rests.to(device), repeated, prompt]))
     return torch.stack(tables)
 
@@ -86,5 +86,6 @@ def lengths_of(batch: Batch) -> Tensor:
 def _last_place(mask: Tensor) -> Tensor:
     """The last place of each row, counted from 1, where a mask is not 0, or 0: `[B]`."""
     places = torch.arange(1, mask.size(1) + 1, device=mask.device)
-    # A table without columns has no maximum.
-    return pad(mask.bool() * places, (1, 0)).amax(dim=1)
+    places_of_tokens = mask.bool() * places
+    # With a column of zeros, as a table without columns has no maximum.
+    return pad(places_of_tokens, (1, 0)).amax(dim=1)

@@ -38,11 +38,12 @@ def balance(model: PreTrainedModel) -> float | None:
     adapters = getattr(model, "peft_config", {}).values()
     if any(adapter.is_prompt_learning for adapter in adapters):
         return None
-    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
-    head_width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    attention_width = 2 * head_width * (heads + key_heads)  # of queries and outputs, and of keys and values
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width_of_queries = head_width * config.num_attention_heads
+    width_of_keys = head_width * config.num_key_value_heads
+    attention_width = 2 * (width_of_queries + width_of_keys)  # also of outputs and of values
     weights_of_layer = config.hidden_size * (attention_width + 3 * config.intermediate_size)
-    return weights_of_layer / (2 * head_width * heads)
+    return weights_of_layer / (2 * width_of_queries)
 
 
 def hashes(batch: Batch) -> Tensor:
@@ -52,11 +53,13 @@ def hashes(batch: Batch) -> Tensor:
     """
     ids, mask = batch["prompt_ids"], batch["prompt_mask"]
     random = np.random.default_rng(0)
-    from_the_right = random.integers(-(2**63), 2**63, (ids.size(1), 2))  # prompts are padded on the left
+    # Of columns from the right: prompts are padded on the left.
+    from_the_right = random.integers(-(2**63), 2**63, (ids.size(1), 2))
     coefficients = from_the_right[::-1].T.copy()
     factor, offset = to_device(coefficients, ids.device)
+    terms = ids * factor + offset
     # The sum wraps around.
-    return torch.where(mask.bool(), ids * factor + offset, 0).sum(dim=1)
+    return torch.where(mask.bool(), terms, 0).sum(dim=1)
 
 
 def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
@@ -80,7 +83,8 @@ def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
     table = np.full((len(rows), 2, width), -1)
     for number, row in enumerate(rows):
         table[number, :, : row.shape[1]] = row
-    source, segment = to_device(table, batch["completion_ids"].device).unbind(dim=1)
+    device = batch["completion_ids"].device
+    source, segment = to_device(table, device).unbind(dim=1)
     return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}
 
 
@@ -90,12 +94,13 @@ def _row_of_prompt(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     tokens, `[G]`.
     """
     # Each completion begins with the prompt's last token, which the prompt is left without.
-    prompt_length = max(lengths[0, 0], 1)
-    pieces = [np.arange(begins[0] - prompt_length, begins[0] - 1)]
+    last_of_prompt = begins[0] - 1
+    first_of_prompt = begins[0] - max(lengths[0, 0], 1)
+    places = [np.arange(first_of_prompt, last_of_prompt)]
     for begin, length in zip(begins, lengths[:, 1], strict=True):
-        pieces.append(np.arange(begin - 1, begin + length))
-    segments = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
-    return np.stack([np.concatenate(pieces), segments])
+        places.append(np.arange(begin - 1, begin + length))
+    segments = [np.full(len(piece), number) for number, piece in enumerate(places)]
+    return np.stack([np.concatenate(places), np.concatenate(segments)])
 
 
 def model_for(model: Any, batch: Batch) -> Any:
@@ -150,7 +155,8 @@ def _shared(
         # The head returns one value fewer than there are tokens.
         of_tokens = pad(outputs[name], (1, 0))
         of_labels = torch.where(placed_labels != -100, of_tokens, 0.0).flatten()
-        table = of_labels.new_zeros(input_ids.numel()).scatter_add(0, place.flatten(), of_labels)
+        empty = of_labels.new_zeros(input_ids.numel())
+        table = empty.scatter_add(0, place.flatten(), of_labels)
         outputs[name] = table.view(input_ids.shape)[:, 1:]
     return outputs
 

@@ -114,7 +114,7 @@ def test_prompts_are_shared_where_that_costs_less():
     cheapest = best_cut(equal_lengths(40, 6), limits, prompts)
     assert cheapest.shared
     assert cheapest.bounds == []
-    prompts_in_order = prompts.of_sample[cheapest.order]
+    prompts_in_order = prompts.of_completion[cheapest.order]
     assert np.count_nonzero(np.diff(prompts_in_order)) == 1
     # Attention between completions of 4,000 tokens costs more than a prompt of 400.
     assert not best_cut(equal_lengths(400, 4000), limits, prompts).shared
