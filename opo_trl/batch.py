@@ -1,218 +1,227 @@
 """
-Which optimizer step a completion serves, a function of seed and position in the run; and how samples are split.
+The entries of a rollout and of a micro-batch, and what is done with all of them: take, concatenate, exchange, resize.
 
-Nothing here makes the host wait for a GPU, except where it reads the numbers of a rollout (`gather_samples`).
+Nothing here makes the host wait for a GPU.
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from .config import OPOConfig
-from .objective import token_mean
 from .trl import KNOWN_KEYS, MULTIMODAL_KEYS
 
 
 # Entries with a column per token of the prompt, padded on the left. All others are padded on the right.
 PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
 
-# Units of float32's rounding in a sum of rewards over functions, and in the mean over a group.
-ROUNDING_ERRORS = 8
 
-
-def optimizer_step_of_rows(n_rows: int, n_steps: int, *, seed: int, rollout: int, passed: int = 0) -> np.ndarray:
+class Batch(TypedDict, total=False):
     """
-    Choose the optimizer step, in `0 … n_steps − 1`, of each sample of a rollout, over all processes: `[n_rows]`.
+    A rollout, or some of its completions, such as a micro-batch: TRL's dictionary, with our entries (`opo_…`).
 
-    Every `n_steps` consecutive samples go to different steps. Each process holds consecutive samples, so it has as
-    many for each step, however many processes there are; and the completions of a prompt are spread evenly. `rollout`
-    is the number of the rollout in the run, `passed` that of the passes over it so far.
+    B is the number of completions, P and T the numbers of columns for the tokens of prompts and of completions. At run
+    time a `Batch` is a plain dictionary, and entries of a user's own travel along: tensors and lists with a value for
+    each completion, of which tensors `[B, T, …]` are cut and padded as the completions are.
     """
-    # The steps are permuted within each block: a permutation of all samples could give a process more samples of a
-    # step than its micro-batches have places for. Seeded by the rollout, the generator has no state to save, and all
-    # processes draw the same steps without communication.
-    blocks = np.tile(np.arange(n_steps), (n_rows // n_steps, 1))
-    return np.random.default_rng((seed, rollout, passed)).permuted(blocks, axis=1).reshape(-1)
+
+    # By TRL, in `_generate_and_score_completions`, unless stated otherwise
+
+    prompt_ids: Tensor  # int64 `[B, P]`: tokens of the prompts, padded on the left
+    prompt_mask: Tensor  # int64 `[B, P]`: 0 where a prompt is padded
+    completion_ids: Tensor  # int64 `[B, T]`: tokens of the completions, padded on the right
+    completion_mask: Tensor  # int64 `[B, T]`: 0 where a completion is padded, and in a truncated one that is masked
+    tool_mask: Tensor  # int64 `[B, T]`: 0 where a tool has written the token; only with tools
+    advantages: Tensor  # float32 `[B]`: NaN or infinite for a completion that does not take part
+    old_per_token_logps: Tensor  # float32 `[B, T]`: by the behaviour policy; ours, or an override's; else the policy's
+    ref_per_token_logps: Tensor  # float32 `[B, T]`: by the reference policy; only with `beta`
+    sampling_per_token_logps: Tensor  # float32 `[B, T]`: as vLLM has sampled the tokens
+    importance_sampling_ratio: Tensor  # float32 `[B, T]`, or `[B, 1]` of sequences: policy over vLLM's probabilities
+    num_items_in_batch: Tensor  # int64 scalar: tokens that count in the rollouts of all processes
+
+    # By TRL, for models with images; sizes are those of the model's processor
+
+    pixel_values: Any  # float: the images, or patches of them
+    pixel_attention_mask: Any  # int64: 0 where an image is padded
+    image_grid_thw: Any  # int64 `[number of images, 3]`: patches in time, height and width
+    image_sizes: Any  # int64: height and width in pixels
+    image_position_ids: Any  # int64: places of the patches
+    spatial_shapes: Any  # int64: height and width in patches
+    num_images: list[int]  # B numbers: images in each prompt
+    num_tiles: list[int]  # tiles of each image
+    token_type_ids: Tensor  # int64 `[B, P + T]`: which tokens stand for an image
+    mm_token_type_ids: Tensor  # int64 `[B, P + T]`: which tokens stand for an image or a video
+
+    # Of a rollout, by `OPOTrainer`
+
+    rewards_per_func: Tensor  # float32 `[B, number of reward functions]`: NaN for no score; by `_generate_once`
+    opo_logps: Tensor  # float32 `[B, T]`: by TRL's pass over the rollout; from `_generate_once` to `_finish_rollout`
+    opo_target: Tensor  # float32 `[B]`: what the objective pulls the completion to; by `_targets`
+    opo_mu: Tensor  # float32 `[B]`: coefficient of the χ² term; by `_targets`
+    opo_scale: Tensor  # float32 `[B]`: factor of the loss; by `_targets`, in a replaying pass by `_rows_of_pass`
+    opo_valid: Tensor  # bool `[B]`: whether the completion takes part; by `_targets`
+    opo_own: Tensor  # bool `[B]`: whether the policy itself has sampled the completion; by `_finish_rollout`
+    opo_step: Tensor  # float32 `[B]`: step at which the policy was the behaviour policy; by `_finish_rollout`
+    opo_steering: Tensor  # bool `[B, T]`: tokens of high entropy, with `top_entropy_quantile`; by `_finish_rollout`
+
+    # Of an optimizer step or a micro-batch
+
+    opo_idle: Tensor  # bool `[B]`: whether it is at rest while the policy has not moved; by `_micro_batches`
+    opo_counts: Tensor  # bool `[B]`: whether it counts in the log; by `Planner`
+    opo_filler: Tensor  # bool `[B]`: whether it is at rest, and computed to fill a micro-batch; by `Planner`
+    opo_skipped: Tensor  # bool `[number left out]`: `opo_counts` of these; in the last micro-batch; by `Planner`
+    opo_source: Tensor  # int64 `[rows, width]`: places of tokens where prompts are computed once; by `arrange`
+    opo_segment: Tensor  # int64 `[rows, width]`: 0 for a prompt, else the number of its completion; by `arrange`
+    opo_shape: tuple[int, int, int]  # B, T and P for which these two hold; by `arrange`
 
 
-def rows_of_steps(
-    rollout: Mapping[str, Any], args: OPOConfig, accelerator: Accelerator, *, index: int, passed: int
-) -> list[dict[str, Any]]:
-    """
-    Split this process's samples of a rollout by optimizer step, the same number for each.
-
-    The samples, TRL's tensors and lists, are in the order of the prompts. `index` is the number of the rollout in the
-    run, `passed` that of the passes over it so far.
-    """
-    n_local, process = len(rollout["completion_ids"]), accelerator.process_index
-    # Where steps do not divide the rollout, windows of accumulation begin at every multiple of the gcd, so only runs
-    # of that length serve a single step.
-    n_steps = args.steps_per_generation // math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
-    # Drawn for the samples of all processes, so that the result does not depend on how many there are.
-    n_rows = n_local * accelerator.num_processes
-    step_of_row = optimizer_step_of_rows(n_rows, n_steps, seed=args.seed, rollout=index, passed=passed)
-    # Every step has the same number of this process's samples, so equal slices of the sorted ones are the steps.
-    # Stable: within a step, samples stay in the order of the prompts.
-    order = np.argsort(step_of_row[process * n_local : (process + 1) * n_local], kind="stable")
-    return [take_rows(rollout, of_step) for of_step in np.split(order, n_steps)]
+def as_batch(entries: dict[str, Any]) -> Batch:
+    """The same dictionary for type checkers, which cannot follow names of entries that are not literals."""
+    return cast(Batch, entries)
 
 
-def carried(rollout: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout of TRL without entries of a later release that cannot travel with the samples, a row for each."""
-    n_samples = len(rollout["completion_ids"])
-    return {
-        name: value
-        for name, value in rollout.items()
-        if name in KNOWN_KEYS or (isinstance(value, torch.Tensor) and value.shape[:1] == (n_samples,))
-    }
+def carried(rollout: Mapping[str, Any]) -> Batch:
+    """A rollout of TRL without entries of a later release that do not have a value for each completion."""
+    n_completions = len(rollout["completion_ids"])
+
+    def can_travel(name: str, value: Any) -> bool:
+        if name in KNOWN_KEYS:
+            return True
+        return isinstance(value, Tensor) and value.shape[:1] == (n_completions,)
+
+    return as_batch({name: value for name, value in rollout.items() if can_travel(name, value)})
 
 
-def take_rows(rows: Mapping[str, Any], order: np.ndarray) -> dict[str, Any]:
-    """Some samples of a rollout, in a given order; values that are not per sample stay."""
-    indices: dict[torch.device, torch.Tensor] = {}  # on the device: as an index, NumPy's would be copied per entry
-
-    def taken(value: Any) -> Any:
-        if isinstance(value, list):
-            return [value[i] for i in order]
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        if value.device not in indices:
-            indices[value.device] = to_device(torch.from_numpy(order), value.device)
-        return value[indices[value.device]]
-
-    split = split_pixel_values_by_grid(dict(rows))
-    return unsplit_pixel_values_by_grid({name: taken(value) for name, value in split.items()})
-
-
-def exchange_rows(rows: Mapping[str, Any], samples: np.ndarray, accelerator: Accelerator) -> dict[str, Any]:
-    """
-    Some of the samples of all processes, in a given order, by one collective call. The processes' rows have the same
-    number of samples and tensors of the same names, types and shapes.
-    """
-    packed = {name: rows[name].contiguous() for name in sorted(rows) if rows[name].ndim}
-    columns = [value.reshape(len(value), -1).view(torch.uint8) for value in packed.values()]
-    gathered = accelerator.gather(torch.cat(columns, dim=1))
-    gathered = gathered[to_device(torch.from_numpy(samples), gathered.device)]
-    split = gathered.split([column.size(1) for column in columns], dim=1)
-    return dict(rows) | {
-        name: part.clone(memory_format=torch.contiguous_format).view(value.dtype).view(len(samples), *value.shape[1:])
-        for (name, value), part in zip(packed.items(), split, strict=True)
-    }
-
-
-def can_exchange(rows: Mapping[str, Any]) -> bool:
-    """Whether samples can be exchanged between processes: not with images, of which one may have none, or lists."""
-    return not rows.keys() & {*MULTIMODAL_KEYS} and all(isinstance(value, torch.Tensor) for value in rows.values())
-
-
-def resize(rows: Mapping[str, Any], *, prompt: int, completion: int) -> dict[str, Any]:
-    """Samples with these numbers of columns for the tokens of prompts and completions: cut, or padded with zeros."""
-    # All entries as wide as the completions are theirs, including those of a subclass. A weight per sequence has a
-    # single column.
-    others, full = rows.keys() - {*MULTIMODAL_KEYS, "rewards_per_func"}, rows["completion_mask"].size(1)
-    wide = [name for name in others if isinstance(rows[name], torch.Tensor) and rows[name].shape[1:2] == (full,)]
-    widths = dict.fromkeys(wide, completion) | dict.fromkeys(PROMPT_COLUMNS, prompt)
-    return dict(rows) | {name: to_width(name, rows[name], width) for name, width in widths.items()}
-
-
-def to_width(name: str, value: torch.Tensor, width: int) -> torch.Tensor:
-    """An entry `[B, T, …]` of a rollout with `width` columns: cut, or padded with zeros, on its side."""
-    missing, left = width - value.size(1), name in PROMPT_COLUMNS
-    if missing <= 0:
-        return value[:, -missing:] if left else value[:, :width]
-    # `pad` counts dimensions from the last one; there may be some after the tokens'.
-    return pad(value, (*(0, 0) * (value.ndim - 2), *((missing, 0) if left else (0, missing))))
-
-
-def concatenate(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The samples of several rollouts with the same entries, padded to the widest."""
-    rows: dict[str, Any] = {}
-    for name, value in rollouts[-1].items():
-        columns = [rollout[name] for rollout in rollouts]
-        if isinstance(value, torch.Tensor) and value.ndim > 1:
-            width = max(column.size(1) for column in columns)
-            columns = [to_width(name, column, width) for column in columns]
-        if isinstance(value, torch.Tensor) and value.ndim:
-            rows[name] = torch.cat(columns)
-        else:
-            rows[name] = list(itertools.chain(*columns)) if isinstance(value, list) else value
-    return rows
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to the device, without waiting."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def completion_tokens(inputs: Mapping[str, Any]) -> torch.Tensor:
+def completion_tokens(batch: Batch) -> Tensor:
     """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
-    mask = inputs["completion_mask"].bool()
-    return mask & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask
+    mask = batch["completion_mask"].bool()
+    if "tool_mask" in batch:
+        mask = mask & batch["tool_mask"].bool()
+    return mask
 
 
-def have_spread(
-    values: torch.Tensor, counts: torch.Tensor, num_generations: int, rounding: torch.Tensor | float = 0.0
-) -> torch.Tensor:
+def model_inputs(batch: Batch) -> tuple[Tensor, Tensor, int]:
+    """What a model computes: tokens and mask of prompts with their completions, `[B, P + T]` each, and T."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    return ids, mask, batch["completion_ids"].size(1)
+
+
+def image_entries(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of images, which a model takes besides the tokens."""
+    return {name: batch[name] for name in MULTIMODAL_KEYS if name in batch}
+
+
+def take(batch: Mapping[str, Any], order: np.ndarray) -> Batch:
+    """Some completions of a batch, in a given order; values that are not per completion stay."""
+    # A copy of `order` on each device: as an index, NumPy's array would be copied for every entry.
+    order_on: dict[torch.device, Tensor] = {}
+
+    def in_order(value: Any) -> Any:
+        if isinstance(value, list):
+            return [value[place] for place in order]
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        if value.device not in order_on:
+            order_on[value.device] = to_device(order, value.device)
+        return value[order_on[value.device]]
+
+    with_images_apart = split_pixel_values_by_grid(dict(batch))
+    entries = {name: in_order(value) for name, value in with_images_apart.items()}
+    return as_batch(unsplit_pixel_values_by_grid(entries))
+
+
+def concatenate(batches: Sequence[Mapping[str, Any]]) -> Batch:
+    """The completions of several batches with the same entries, padded to the widest."""
+    entries: dict[str, Any] = {}
+    for name, value in batches[-1].items():
+        values = [batch[name] for batch in batches]
+        if isinstance(value, list):
+            entries[name] = list(itertools.chain(*values))
+        elif not isinstance(value, Tensor) or not value.ndim:
+            entries[name] = value
+        else:
+            if value.ndim > 1:
+                width = max(tensor.size(1) for tensor in values)
+                values = [to_width(name, tensor, width) for tensor in values]
+            entries[name] = torch.cat(values)
+    return as_batch(entries)
+
+
+def can_exchange(batch: Mapping[str, Any]) -> bool:
+    """Whether processes can exchange completions: not with images, of which one may have none, nor with lists."""
+    if batch.keys() & {*MULTIMODAL_KEYS}:
+        return False
+    return all(isinstance(value, Tensor) for value in batch.values())
+
+
+def exchange(batch: Mapping[str, Any], completions: np.ndarray, accelerator: Accelerator) -> Batch:
     """
-    Groups whose `values`, `[N]`, differ by more than `rounding`, `[N / num_generations]`, among those that count (bool
-    `[N]`): bool, `[N / num_generations]`.
+    Some of the completions of all processes, in a given order, by one collective call. The processes' batches have the
+    same number of completions, and tensors of the same names, types and shapes.
     """
-    values, counts = values.view(-1, num_generations), counts.view(-1, num_generations)
-    # Not a standard deviation near zero: its rounding errors would depend on the size of the values.
-    highest = values.masked_fill(~counts, -torch.inf).amax(dim=1)
-    lowest = values.masked_fill(~counts, torch.inf).amin(dim=1)
-    return highest > lowest + rounding
+    tensors = {name: batch[name].contiguous() for name in sorted(batch) if batch[name].ndim}
+    as_bytes = [tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in tensors.values()]
+    of_all = accelerator.gather(torch.cat(as_bytes, dim=1))
+    bytes_of_completions = of_all[to_device(completions, of_all.device)]
+    parts = bytes_of_completions.split([part.size(1) for part in as_bytes], dim=1)
+    entries = dict(batch)
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        # As another type, a tensor has to begin at a multiple of its size.
+        aligned = part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+        entries[name] = aligned.view(len(completions), *tensor.shape[1:])
+    return as_batch(entries)
 
 
-def equal_rewards(
-    rewards: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, num_generations: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Samples of groups whose rewards are all equal, bool `[N]`: the weighted sums of `rewards`, `[N, number of
-    functions]` with NaN for no score, of the samples that count (bool `[N]`) differ by no more than rounding.
-
-    Besides, that rounding, `[N]`: how far such a sum, or its difference to the group's mean, may be off.
-    """
-    terms = rewards * weights
-    largest = terms.abs().nansum(dim=1).view(-1, num_generations).amax(dim=1)
-    rounding = ROUNDING_ERRORS * torch.finfo(torch.float32).eps * largest
-    differ = have_spread(terms.nansum(dim=1), counts, num_generations, rounding)
-    return (~differ).repeat_interleave(num_generations), rounding.repeat_interleave(num_generations)
-
-
-def gather_samples(
-    rollout: Mapping[str, Any], logps: torch.Tensor | None, accelerator: Accelerator
-) -> tuple[torch.Tensor, ...]:
-    """
-    Gather the inputs of a rollout's target, in complete groups, by one collective call.
-
-    On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
-    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0. Returns advantages,
-    number of tokens that count, log-probability of the completion, summed and per token, `[N]` each; rewards, `[N,
-    number of reward functions]`.
-    """
-    advantages, mask = rollout["advantages"], completion_tokens(rollout)
-    logps = torch.zeros_like(mask, dtype=torch.float32) if logps is None else logps
-    # A rollout that an override made from scratch may have advantages but no rewards.
-    rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
-    columns = [advantages, mask.sum(dim=1), torch.where(mask, logps, 0.0).sum(dim=1), token_mean(logps, mask)]
-    table = torch.cat([torch.stack([column.float() for column in columns], dim=1), rewards.float()], dim=1)
-    gathered = accelerator.gather(table).cpu().double()
-    return (*gathered[:, : len(columns)].T, gathered[:, len(columns) :])
+def resize(batch: Mapping[str, Any], *, prompt: int, completion: int) -> Batch:
+    """A batch with these numbers of columns for the tokens of prompts and completions: cut, or padded with zeros."""
+    # Every entry as wide as the completions is theirs, also one of a subclass. A weight per sequence has a single
+    # column; rewards have one per function, and entries of images have widths of their own.
+    with_other_columns = {"rewards_per_func", *MULTIMODAL_KEYS}
+    n_columns = batch["completion_mask"].size(1)
+    widths = {}
+    for name, width in widths_of_tables(batch).items():
+        if name in PROMPT_COLUMNS:
+            widths[name] = prompt
+        elif width == n_columns and name not in with_other_columns:
+            widths[name] = completion
+    return to_widths(batch, widths)
 
 
-def own_samples(
-    rollout: Mapping[str, Any], columns: Mapping[str, torch.Tensor], accelerator: Accelerator
-) -> dict[str, torch.Tensor]:
-    """Of columns of all processes' samples, `[N]`, this process's, `[B]`, in float32 on the device of its rollout."""
-    n_own = len(rollout["advantages"])
-    own = slice(n_own * accelerator.process_index, n_own * (accelerator.process_index + 1))
-    table = torch.stack([column[own].float() for column in columns.values()])
-    return dict(zip(columns, to_device(table, rollout["advantages"].device), strict=True))
+def widths_of_tables(batch: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers of columns of the tensors `[B, columns, …]` in a batch, sorted by name."""
+    tables = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.ndim > 1}
+    return {name: tables[name].size(1) for name in sorted(tables)}
+
+
+def to_widths(batch: Mapping[str, Any], widths: Mapping[str, int]) -> Batch:
+    """A batch with these numbers of columns in some of its tensors: cut, or padded with zeros, on their side."""
+    entries = dict(batch)
+    for name, width in widths.items():
+        entries[name] = to_width(name, batch[name], width)
+    return as_batch(entries)
+
+
+def to_width(name: str, value: Tensor, width: int) -> Tensor:
+    """An entry `[B, T, …]` of a batch with `width` columns: cut, or padded with zeros, on its side."""
+    n_columns = value.size(1)
+    is_padded_left = name in PROMPT_COLUMNS
+    if width <= n_columns:
+        return value[:, n_columns - width :] if is_padded_left else value[:, :width]
+    missing = width - n_columns
+    columns = (missing, 0) if is_padded_left else (0, missing)
+    # `pad` counts dimensions from the last one; there may be some after the tokens'.
+    later_dimensions = (0, 0) * (value.ndim - 2)
+    return pad(value, later_dimensions + columns)
+
+
+def to_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
+    """Copy values of the host to the device, without waiting."""
+    tensor = torch.as_tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -4,7 +4,7 @@
 A step, in its order:
 
 1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed
-   (`generation.prompt_order`, `batch`).
+   (`generation.prompt_order`, `updates.steps`).
 2. A rollout: TRL generates and scores; dynamic sampling replaces zero-variance groups; `_finish_rollout` gives each
    sample its target. TRL's pass for the behaviour policy's log-probabilities is left out.
 3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step. Those that need the behaviour policy's
@@ -41,7 +41,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id, use_adapter
 
-from .batch import carried, completion_tokens, equal_rewards, gather_samples, own_samples, rows_of_steps
+from .batch import Batch, as_batch, carried, completion_tokens, image_entries, model_inputs
 from .checks.processes import check_processes
 from .checks.text import printable
 from .checks.weights import check_models, check_trainable
@@ -52,6 +52,7 @@ from .generation.failures import count_failures, recorded_rewards
 from .generation.first_step import NO_CHECKS, FirstStep
 from .generation.prefetch import Prefetch
 from .generation.prompt_order import EpochSampler, PromptStream, check_enough_prompts, next_place
+from .groups import equal_rewards, gather_samples, own_samples
 from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
 from .metrics.step_clock import StepClock
@@ -67,10 +68,11 @@ from .rewards.checked import checked
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from .trl import MULTIMODAL_KEYS, check_replaced, temporarily, untested  # isort: skip
+from .trl import check_replaced, temporarily, untested  # isort: skip
 from .updates import padding, shared_prompts
 from .updates.cutting import spread
 from .updates.planner import Planner, without_exchange
+from .updates.steps import rows_of_steps
 
 
 logger = get_logger(__name__)
@@ -414,7 +416,7 @@ class OPOTrainer(GRPOTrainer):
         """
         return self.args.save_rollouts or (self.use_vllm and self.vllm_importance_sampling_correction)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:  # a `Batch`
         rounds = self.args.max_sampling_rounds
         if self._mode == "eval" or rounds == 1:
             return self._generate_once(inputs)
@@ -424,12 +426,12 @@ class OPOTrainer(GRPOTrainer):
             self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
         return rollout
 
-    def _rollout(self, generation_batch: list[dict[str, Any]]) -> dict[str, Any]:
+    def _rollout(self, generation_batch: list[dict[str, Any]]) -> Batch:
         """A complete rollout, on the device also where an override has left something on the host."""
         rollout = self._generate_and_score_completions(generation_batch)
         return send_to_device(self._finish_rollout(rollout), self.accelerator.device)
 
-    def _generate_round(self, prompts: list[int], first: bool) -> dict[str, Any]:
+    def _generate_round(self, prompts: list[int], first: bool) -> Batch:
         """A round of dynamic sampling, for these prompts of the dataset."""
         dataset = cast(Dataset, self.train_dataset)
         metrics = self._metrics["train"] if first else defaultdict(list)
@@ -440,7 +442,7 @@ class OPOTrainer(GRPOTrainer):
             self._metrics["train"][name] = metrics[name]
         return rollout
 
-    def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_once(self, inputs: list[dict[str, Any]]) -> Batch:
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
@@ -449,13 +451,13 @@ class OPOTrainer(GRPOTrainer):
         training = self.model.training
         with recorded_rewards(self) as scored, source, chdir("."):  # a reward may change the folder
             try:
-                rollout = super()._generate_and_score_completions(inputs)
+                entries = super()._generate_and_score_completions(inputs)
             except SystemExit as error:  # it would end the run as if it had finished
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards, completion_ids = scored[-1]
-        self._checks.check_rollout(inputs, rollout, rewards, completion_ids, self._tokenize_prompts)
-        rollout = carried(rollout)
+        self._checks.check_rollout(inputs, entries, rewards, completion_ids, self._tokenize_prompts)
+        rollout = carried(entries)
         n_local = len(rollout["advantages"])
         own = slice(self.accelerator.process_index * n_local, (self.accelerator.process_index + 1) * n_local)
         is_rounding = rollout["advantages"].abs() <= self._rounding_of_advantages(rewards)[own]
@@ -498,7 +500,7 @@ class OPOTrainer(GRPOTrainer):
         return torch.where(equal, rounding / 1e-8, 0.0)  # divided once per function, and their sum once more
 
     @torch.no_grad()
-    def _anchor_pass(self, rows: Mapping[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    def _anchor_pass(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies `[B, T]` of the completions' tokens under the current policy."""
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, checkpointing):
@@ -506,7 +508,7 @@ class OPOTrainer(GRPOTrainer):
         return logps, entropies
 
     @torch.no_grad()
-    def _reference_pass(self, rows: Mapping[str, Any]) -> Tensor:
+    def _reference_pass(self, rows: Batch) -> Tensor:
         """Log-probabilities `[B, T]` of the completions' tokens under TRL's reference policy."""
         reference: Any = self.ref_model
         adapters: AbstractContextManager = nullcontext()
@@ -519,13 +521,12 @@ class OPOTrainer(GRPOTrainer):
             logps, _, _ = self._token_logps(reference, rows)
         return logps
 
-    def _token_logps(self, model, inputs: Mapping[str, Any], **options):
+    def _token_logps(self, model, inputs: Batch, **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
         if self._planner.balance:  # those of a checkpoint may be placed for another attention
             model = shared_prompts.model_for(model, inputs)
-        ids, mask, width = _whole(inputs)
-        images = {key: inputs[key] for key in MULTIMODAL_KEYS if key in inputs}
-        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **images)
+        ids, mask, width = model_inputs(inputs)
+        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **image_entries(inputs))
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
@@ -573,7 +574,7 @@ class OPOTrainer(GRPOTrainer):
             padding.reject_other_widths(self.args)
         vars(self).pop("_planner", None)  # made before, it knew no better
 
-    def _finish_rollout(self, rollout: dict[str, Any]) -> dict[str, Any]:
+    def _finish_rollout(self, rollout: Batch) -> Batch:
         """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
         # Those of TRL's pass are good enough for escort weights, but in bfloat16 not for a log-ratio in micro-batches
         # of another shape.
@@ -602,7 +603,7 @@ class OPOTrainer(GRPOTrainer):
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
 
-    def _recognize_own(self, rollout: dict[str, Any]) -> Tensor:
+    def _recognize_own(self, rollout: Batch) -> Tensor:
         """
         Samples, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the policy's:
         as a log-ratio, the rounding would pull at a policy that has not moved.
@@ -630,7 +631,7 @@ class OPOTrainer(GRPOTrainer):
         self._metrics["train"]["opo/age"].append(self.state.global_step - asked_at)
         return asked_at
 
-    def _targets(self, rollout: Mapping[str, Any], logps: Tensor | None) -> dict[str, Tensor]:
+    def _targets(self, rollout: Batch, logps: Tensor | None) -> Batch:
         """Compute the target of the complete rollout; returns what this process's samples need for the loss."""
         mode = self._mode
         num_generations = self.num_generations if mode == "train" else self.num_generations_eval
@@ -666,11 +667,11 @@ class OPOTrainer(GRPOTrainer):
         scale = self.policy_objective.scale(length, valid)
         columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale}
         own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
-        return {**own, "opo_valid": own["opo_valid"].bool()}
+        return as_batch({**own, "opo_valid": own["opo_valid"].bool()})
 
     # 3. Micro-batches
 
-    def _drawn(self, generation_batch: list[dict[str, Any]]) -> Any:
+    def _drawn(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
         """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
         if self._window_start is None:
@@ -694,7 +695,7 @@ class OPOTrainer(GRPOTrainer):
             self._cut_pass = self._micro_batches(steps, 0 if has_moved else until_update)
         return self._cut_pass[place]
 
-    def _rows_of_pass(self, index: int, passed: int) -> dict[str, Any]:
+    def _rows_of_pass(self, index: int, passed: int) -> Batch:
         """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
         rows = self._replay.rows_of_pass(index, passed)
         if passed and self.args.max_staleness and isinstance(self.policy_objective, GRPO):
@@ -731,9 +732,9 @@ class OPOTrainer(GRPOTrainer):
             ),
         )
 
-    def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
+    def _micro_batches(self, steps: list[Batch], until_update: int) -> list[list[Batch]]:
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
-        self._check_padding(*_whole(steps[0]))
+        self._check_padding(*model_inputs(steps[0]))
         self._checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
         n_batches = self.args.steps_per_generation // len(steps)
         on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
@@ -763,15 +764,15 @@ class OPOTrainer(GRPOTrainer):
             planned += spread(cut, n_batches)
         return planned
 
-    def _cut_again(self, steps: list[dict[str, Any]]) -> Any:
+    def _cut_again(self, steps: list[Batch]) -> list[list[Batch]]:
         """Micro-batches of a pass, of which a checkpoint holds these last steps, divided otherwise than before."""
-        self._check_padding(*_whole(steps[0]))
+        self._check_padding(*model_inputs(steps[0]))
         planned = []
         for cut in self._planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
             planned += spread(cut, len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size)
         return [[]] * (self.args.steps_per_generation - len(planned)) + planned
 
-    def _zero_gradient(self, rows: Mapping[str, Any], on_policy: bool) -> Tensor:
+    def _zero_gradient(self, rows: Batch, on_policy: bool) -> Tensor:
         """Samples, bool `[B]`, that a plan can leave out, as TRL's options give them no gradient either."""
         alone = self.beta == 0.0 and not self.args.entropy_coef and not self.aux_loss_enabled
         if not (alone and self.args.skip_inert_rows):
@@ -816,7 +817,7 @@ class OPOTrainer(GRPOTrainer):
 
     # 4. The loss
 
-    def _compute_loss(self, model, inputs: Any, **_) -> Tensor:
+    def _compute_loss(self, model, inputs: Batch, **_) -> Tensor:
         """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
@@ -842,7 +843,7 @@ class OPOTrainer(GRPOTrainer):
             self._checks.note_backward(loss)
         return loss
 
-    def _sample_losses(self, inputs: Any, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
+    def _sample_losses(self, inputs: Batch, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
         """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
         samples = self._samples(inputs, logps)
         mask, steering = samples.mask, inputs.get("opo_steering", samples.mask)
@@ -862,7 +863,7 @@ class OPOTrainer(GRPOTrainer):
         tokens, entropy = mask.sum(dim=1), torch.where(mask, entropies, 0.0).sum(dim=1)
         return losses, SampleReport.of(samples, loss, kl=kl, policy_loss=policy_losses, tokens=tokens, entropy=entropy)
 
-    def _samples(self, inputs: Mapping[str, Any], logps: Tensor) -> Samples:
+    def _samples(self, inputs: Batch, logps: Tensor) -> Samples:
         """The samples of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
         # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
@@ -996,9 +997,3 @@ class OPOTrainer(GRPOTrainer):
     def _load_best_model(self, **named):
         super()._load_best_model(**named)
         self._last_loaded_step = -1  # vLLM has the last weights
-
-
-def _whole(rows: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
-    """Tokens and mask of prompts with their completions, `[B, P + T]` each, and T."""
-    ids, mask = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
-    return ids, mask, rows["completion_ids"].size(1)

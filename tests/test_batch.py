@@ -1,35 +1,57 @@
-"""Which optimizer step a completion serves."""
+"""The entries of a rollout and of a micro-batch, and what is done with all of them."""
+
+import re
+from pathlib import Path
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from opo_trl.batch import optimizer_step_of_rows
-
-
-@given(
-    n_steps=st.integers(1, 6),
-    blocks=st.integers(1, 12),
-    seed=st.integers(0, 2**32 - 1),
-    rollout=st.integers(0, 1000),
-)
-def test_every_block_of_samples_goes_to_different_steps(n_steps, blocks, seed, rollout):
-    steps = optimizer_step_of_rows(blocks * n_steps, n_steps, seed=seed, rollout=rollout)
-    assert (np.sort(steps.reshape(blocks, n_steps), axis=1) == np.arange(n_steps)).all()
-    assert (steps == optimizer_step_of_rows(blocks * n_steps, n_steps, seed=seed, rollout=rollout)).all()
+from opo_trl.batch import Batch, concatenate, resize, take
+from opo_trl.trl import KNOWN_KEYS
 
 
-def test_seed_and_rollout_choose_the_steps():
-    def steps(**named):
-        return optimizer_step_of_rows(48, 4, **{"seed": 0, "rollout": 0, **named}).tolist()
-
-    drawn = (steps(), steps(seed=1), steps(rollout=1), steps(rollout=2), steps(passed=1), steps(passed=2))
-    assert len({tuple(s) for s in drawn}) == 6
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 
 
-def test_every_sample_is_equally_likely_in_every_step():
-    counts = np.zeros((8, 4))
-    for rollout in range(4000):
-        counts[np.arange(8), optimizer_step_of_rows(8, 4, seed=1, rollout=rollout)] += 1
-    # 1000 ± 27 each; 4.5 standard deviations on either side
-    assert np.abs(counts - 1000).max() < 125
+def test_the_table_of_the_page_has_every_entry_of_a_batch():
+    _, section = PAGE.read_text(encoding="utf-8").split("## Entries of a batch")
+    table, _, _ = section.partition("\n## ")
+    names = []
+    for first_cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
+        names += re.findall(r"`(\w+)`", first_cell)
+    assert sorted(names) == sorted(Batch.__annotations__)
+
+
+def test_a_batch_has_every_entry_of_the_tested_releases_of_trl():
+    assert Batch.__annotations__.keys() >= {*KNOWN_KEYS}
+
+
+def entries_of(first: int, *, width: int) -> dict:
+    """Two completions, with a tensor, a table and a list of a user's own that tell them apart."""
+    numbers = torch.arange(first, first + 2)
+    table = numbers[:, None].repeat(1, width)
+    return {
+        "prompt_ids": table[:, :1],
+        "prompt_mask": table[:, :1],
+        "completion_ids": table,
+        "completion_mask": torch.ones_like(table),
+        "rewards_per_func": numbers[:, None].float(),
+        "tensor": numbers,
+        "table": table[:, :, None],
+        "list": [str(number) for number in numbers.tolist()],
+    }
+
+
+def test_entries_of_a_users_own_travel_with_their_completions():
+    batches = [entries_of(1, width=2), entries_of(3, width=3)]
+    batch = take(concatenate(batches), np.array([3, 0]))
+    assert batch["tensor"].tolist() == [4, 1]
+    assert batch["list"] == ["4", "1"]
+    assert batch["table"].squeeze(2).tolist() == batch["completion_ids"].tolist() == [[4, 4, 4], [1, 1, 0]]
+
+
+def test_tables_of_a_users_own_are_as_wide_as_the_completions():
+    batch = resize(entries_of(1, width=2), prompt=2, completion=1)
+    assert batch["prompt_ids"].tolist() == [[0, 1], [0, 2]]
+    assert batch["table"].shape == (2, 1, 1)
+    assert batch["rewards_per_func"].shape == (2, 1)

@@ -22,6 +22,7 @@ ROOMS = (
     "metrics",
     "config",
     "batch",
+    "groups",
     "evaluate",
     "models",
     "updates",

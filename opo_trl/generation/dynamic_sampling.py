@@ -10,19 +10,16 @@ still left keep their zero-variance group. All processes make the same decisions
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from ..batch import completion_tokens, concatenate, equal_rewards, exchange_rows, gather_samples, take_rows, to_width
+from ..batch import Batch, completion_tokens, concatenate, exchange, take, to_widths, widths_of_tables
+from ..groups import equal_rewards, gather_samples
 from ..trl import MULTIMODAL_KEYS
 from .prompt_order import PromptStream
-
-
-Rollout = dict[str, Any]
 
 
 @dataclass
@@ -35,8 +32,8 @@ class DynamicSampling:
     max_rounds: int  # of generation for a rollout, at least 1
 
     def fill(
-        self, generate: Callable[[list[int], bool], Rollout], n_local: int, reward_weights: Tensor
-    ) -> tuple[Rollout, dict[str, float]]:
+        self, generate: Callable[[list[int], bool], Batch], n_local: int, reward_weights: Tensor
+    ) -> tuple[Batch, dict[str, float]]:
         """
         Generate a rollout, and replace its zero-variance groups by groups of new prompts.
 
@@ -72,14 +69,14 @@ class DynamicSampling:
         prompts = np.repeat(self.stream.draw(count), self.num_generations)
         return np.split(prompts, self.accelerator.num_processes)[self.accelerator.process_index].tolist()
 
-    def _zero_variance(self, rollout: Rollout, reward_weights: Tensor) -> list[int]:
+    def _zero_variance(self, rollout: Batch, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
         _, length, _, _, per_func = gather_samples(rollout, None, self.accelerator)
         valid = (length > 0) & ~per_func.isnan().all(dim=1)
         equal, _ = equal_rewards(per_func, reward_weights.cpu().double(), valid, self.num_generations)
         return equal[:: self.num_generations].nonzero().flatten().tolist()
 
-    def _replace(self, rollout: Rollout, further: Rollout, places: list[int], groups: list[int]) -> Rollout:
+    def _replace(self, rollout: Batch, further: Batch, places: list[int], groups: list[int]) -> Batch:
         """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""
         accelerator = self.accelerator
         to, of = self._samples(places), self._samples(groups)
@@ -87,13 +84,13 @@ class DynamicSampling:
         first = accelerator.process_index * n_local
         mine = (to >= first) & (to < first + n_local)
         # Every process has padded to its own longest sample, and has samples for the places of others.
-        tables = sorted(name for name, value in further.items() if value.ndim > 1)
-        own = torch.tensor([[further[name].size(1) for name in tables]], device=accelerator.device)
+        tables = widths_of_tables(further)
+        own = torch.tensor([[*tables.values()]], device=accelerator.device)
         widths = zip(tables, accelerator.gather(own).amax(dim=0).tolist(), strict=True)
-        further = further | {name: to_width(name, further[name], width) for name, width in widths}
+        further = to_widths(further, dict(widths))
         order = np.arange(n_local)
         order[to[mine] - first] = n_local + np.arange(mine.sum())
-        merged = take_rows(concatenate([rollout, exchange_rows(further, of[mine], accelerator)]), order)
+        merged = take(concatenate([rollout, exchange(further, of[mine], accelerator)]), order)
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged
 

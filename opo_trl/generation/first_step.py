@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import is_async_callable
 
-from ..batch import carried, completion_tokens
+from ..batch import Batch, carried, completion_tokens
 from ..checks.text import one_line
 from ..contract import KNOWN_KEYS, MULTIMODAL_KEYS, ROLLOUT_KEYS
 from ..reuse.conversations import tokenizer_of
@@ -302,7 +302,7 @@ class FirstStep:
         every_token = torch.ones_like(expected).bool()
         yield from self._apart(logps[:, :length], expected, every_token, "the model's logits")
 
-    def check_reference(self, of_trl: Tensor, samples: Mapping[str, Any]) -> None:
+    def check_reference(self, of_trl: Tensor, samples: Batch) -> None:
         """Log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout; `samples` have ours."""
         mask = completion_tokens(samples)
         problems = self._apart(of_trl, samples["ref_per_token_logps"], mask, "the reference model")

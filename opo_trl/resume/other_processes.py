@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batch import concatenate, take_rows
+from ..batch import Batch, concatenate, take
 
 
-Rows = dict[str, Any]
 Cut = Mapping[str, Any]  # values of [`CUT`], among others
 
 # What cuts a rollout into micro-steps.
@@ -63,7 +62,7 @@ def divide(states: Sequence[Mapping[str, Any]], own: Cut, process: int) -> dict[
         replayed = zip(*(state["replay"]["rollouts"] for state in states), strict=True)
         rollouts = [concatenate(parts) for parts in replayed]
         places = [np.array_split(np.arange(len(rows["advantages"])), own["processes"])[process] for rows in rollouts]
-        found["replay"] = found["replay"] | {"rollouts": [*map(take_rows, rollouts, places)]}
+        found["replay"] = found["replay"] | {"rollouts": [*map(take, rollouts, places)]}
     if found["buffer"] is not None:
         calls = math.gcd(*(saved[name] for name in CUT[2:]))  # of `training_step` in a row that serve a single step
         begins = range(position % saved["steps_per_generation"], saved["steps_per_generation"], calls)
@@ -75,16 +74,16 @@ def divide(states: Sequence[Mapping[str, Any]], own: Cut, process: int) -> dict[
     return found
 
 
-def _own_samples(micro_batches: Sequence[Rows], processes: int, process: int) -> Rows:
+def _own_samples(micro_batches: Sequence[Batch], processes: int, process: int) -> Batch:
     """A process's samples of an optimizer step, from the micro-batches of all processes of a checkpoint."""
     names = micro_batches[0].keys() - _OF_MICRO_BATCH
-    rows = concatenate([{name: batch[name] for name in names} for batch in micro_batches])
+    rows = concatenate([{name: batch[name] for name in names} for batch in map(dict, micro_batches)])
     skipped = [batch["opo_skipped"] for batch in micro_batches if "opo_skipped" in batch]
     counts = torch.cat([rows.get("opo_counts", rows["opo_valid"]), *skipped])
     fillers = torch.ones_like(counts)
     n_computed = len(rows["opo_valid"])
     fillers[:n_computed] = rows.get("opo_filler", False)  # there are none in a run that leaves no sample out
-    rows = take_rows(rows, np.append(np.arange(n_computed), np.zeros(len(counts) - n_computed, dtype=int)))
+    rows = take(rows, np.append(np.arange(n_computed), np.zeros(len(counts) - n_computed, dtype=int)))
     rows |= {"opo_counts": counts, "opo_filler": fillers, "opo_valid": rows["opo_valid"] & ~fillers}
     trained_first = np.argsort(fillers.numpy(), kind="stable")
-    return take_rows(rows, trained_first[process::processes])  # of those that are trained as many each
+    return take(rows, trained_first[process::processes])  # of those that are trained as many each

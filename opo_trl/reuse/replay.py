@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batch import concatenate, have_spread, take_rows
+from ..batch import Batch, concatenate, take
+from ..groups import have_spread
 from ..trl import MULTIMODAL_KEYS
-
-
-Rows = dict[str, Any]
 
 
 @dataclass
@@ -32,10 +30,10 @@ class ReplayBuffer:
     process: int  # index of this process
 
     def __post_init__(self):
-        self.rollouts: deque[Rows] = deque(maxlen=self.max_staleness + 1)  # the oldest first
+        self.rollouts: deque[Batch] = deque(maxlen=self.max_staleness + 1)  # the oldest first
         self.useful: deque[list[bool]] = deque(maxlen=self.max_staleness + 1)
 
-    def add(self, rollout: Rows, advantages: torch.Tensor) -> None:
+    def add(self, rollout: Batch, advantages: torch.Tensor) -> None:
         """
         Add a rollout of this process; the oldest one is dropped.
 
@@ -54,7 +52,7 @@ class ReplayBuffer:
         """Drop all rollouts."""
         self.load_state_dict({})
 
-    def rows_of_pass(self, rollout: int, passed: int) -> Rows:
+    def rows_of_pass(self, rollout: int, passed: int) -> Batch:
         """This process's samples in a pass over the `rollout`, of this index in the run, after `passed` passes."""
         latest = self.rollouts[-1]
         if passed == 0 or len(self.rollouts) == 1:
@@ -68,8 +66,8 @@ class ReplayBuffer:
         places = self.process * n_local + np.arange(n_local)
         of_rollout = chosen[places // self.num_generations]
         # Samples are taken before they are put together: a copy of the buffer would double its memory.
-        drawn = [take_rows(self.rollouts[k], np.flatnonzero(of_rollout == k)) for k in np.unique(of_rollout)]
-        return take_rows(concatenate(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
+        drawn = [take(self.rollouts[k], np.flatnonzero(of_rollout == k)) for k in np.unique(of_rollout)]
+        return take(concatenate(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, for [`~ReplayBuffer.load_state_dict`]."""

@@ -1,1 +1,1 @@
-"""From a rollout to optimizer steps: which samples share a micro-batch, and their log-probabilities."""
+"""From a rollout to optimizer steps: which completions share a micro-batch, and their log-probabilities."""

@@ -1,27 +1,43 @@
 """
-How the samples of an optimizer step are cut into micro-batches, so that the same gradient costs the least.
+How the completions of an optimizer step are cut into micro-batches, so that the same gradient costs the least.
 
-TRL pads every completion to the longest of the rollout. Here the samples of a step are sorted by length and cut where
-that costs the least, and each micro-batch is trimmed to its longest sample. Zero-gradient samples are left out, and
-processes exchange samples so that none waits for another. None of this changes which samples an optimizer step has, or
-what their loss is divided by.
+TRL pads every completion to the longest of the rollout. Here the completions of a step are sorted by length and cut
+where that costs the least, and each micro-batch is trimmed to its longest completion. Completions whose gradient is 0
+are left out, and processes exchange completions so that none waits for another. None of this changes which completions
+an optimizer step has, or what their loss is divided by.
+
+An example: six completions, with the tokens of their prompts and their own, in micro-batches of two. TRL computes six
+rows of 100 + 900 tokens. The cheapest cut has the two longest completions together, then the next two, and computes
+less than six tenths of these tokens:
+
+>>> lengths = np.array([[100, 900], [100, 250], [100, 800], [100, 100], [100, 400], [100, 120]])
+>>> len(lengths) * int(lengths.max(axis=0).sum())
+6000
+>>> cheapest = best_cut(lengths, Limits(max_rows=2))
+>>> parts = np.split(cheapest.order, cheapest.bounds)
+>>> [part.tolist() for part in parts]
+[[0, 2], [4, 1], [5, 3]]
+>>> [len(part) * int(lengths[part].max(axis=0).sum()) for part in parts]
+[2000, 1000, 440]
+
+That is 3,440 tokens. Its cost is that of these tokens and of three passes, each of which takes as long as 256 more:
+
+>>> float(cheapest.cost)
+4208.0
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch.nn.functional import pad
 
-from ..batch import resize, take_rows
+from ..batch import Batch, as_batch, resize, take
+from .sample_info import columns_of
 from .shared_prompts import arrange
 
-
-Rows = dict[str, Any]
 
 # Cost of a pass besides its tokens, in tokens: it launches thousands of kernels and reads every parameter. Orders of
 # magnitude: the forward pass of Qwen3-1.7B's 28 layers takes 0.05 to 0.1 s on an H200 however few its tokens are, in
@@ -40,36 +56,186 @@ WORTH_SHARING = 0.1
 _WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
 
 
-def row_lengths(rows: Mapping[str, Any]) -> torch.Tensor:
-    """Columns that each sample needs, `[B, 2]`: of its prompt from the first token, of its completion to the last."""
-    masks = rows["prompt_mask"].flip(1), rows["completion_mask"]
-    numbered = [mask.bool() * torch.arange(1, mask.size(1) + 1, device=mask.device) for mask in masks]
-    return torch.stack([pad(numbers, (1, 0)).amax(dim=1) for numbers in numbered], dim=1)
-
-
-def columns(lengths: np.ndarray, most: np.ndarray) -> dict[str, int]:
-    """Columns of prompts and completions for samples of these lengths `[B, 2]`: at least one, `most` two numbers."""
-    prompt, completion = np.minimum(np.maximum(lengths.max(axis=0), 1), most).tolist()
+def columns(lengths: np.ndarray, *, most: np.ndarray | tuple[int, int]) -> dict[str, int]:
+    """
+    Columns of prompts and completions for completions of these lengths `[B, 2]`: at least one, and no more than the
+    two numbers of `most`.
+    """
+    longest = np.maximum(lengths.max(axis=0), 1)
+    prompt, completion = np.minimum(longest, most).tolist()
     return {"prompt": prompt, "completion": completion}
+
+
+class Shapes(NamedTuple):
+    """The shapes that the parts of one size have: an array each, by the part's first completion."""
+
+    rows: np.ndarray | int  # that the model computes: of completions, or of prompts
+    width: np.ndarray  # tokens of a row, with padding
+    completion: np.ndarray  # tokens of the longest completion
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens that a pass computes, with padding."""
+        return self.rows * self.width
+
+
+def _padded_shapes(lengths: np.ndarray) -> Iterator[Shapes]:
+    """Shapes of the parts of 1, 2, … completions, with a row for each completion."""
+    longest = np.zeros_like(lengths)
+    for size in range(1, len(lengths) + 1):
+        n_parts = len(lengths) - size + 1
+        last = lengths[size - 1 :]  # the completions that these parts end with
+        longest = np.maximum(longest[:n_parts], last)
+        yield Shapes(size, longest.sum(axis=1), longest[:, 1])
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of completions, where a model can compute them once."""
+
+    of_completion: np.ndarray  # the prompt of each completion, as any number, `[B]`
+    # Tokens to which attention costs as much as the rest of a layer: with shared prompts it is computed between all
+    # completions of a prompt, and masked.
+    balance: float
+
+    def take(self, completions: np.ndarray) -> "Prompts":
+        """The prompts of some completions."""
+        return Prompts(self.of_completion[completions], self.balance)
+
+    def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
+        """Cost of some tokens in rows of this width, in tokens without attention."""
+        return tokens * (1 + width / self.balance)
+
+    def order(self, lengths: np.ndarray) -> np.ndarray:
+        """Order of completions with those of a prompt together, and prompts by the tokens of all their completions."""
+        _, prompt = np.unique(self.of_completion, return_inverse=True)
+        tokens_of_prompts = np.bincount(prompt, lengths.sum(axis=1))
+        return np.lexsort((prompt, -tokens_of_prompts[prompt]))
+
+    def shapes(self, lengths: np.ndarray) -> Iterator[Shapes]:
+        """Shapes of the parts of 1, 2, … completions, sorted by prompt, with a row for each prompt."""
+        begins_prompt = np.append(True, np.diff(self.of_completion) != 0)
+        prompt_lengths, completion_lengths = lengths.T
+        width_of_prompt = np.maximum(prompt_lengths - 1, 0)
+        width_of_completion = 1 + completion_lengths  # begins with a copy of the prompt's last token
+        width_of_last_row = width = rows = completion = np.zeros(len(lengths), dtype=int)
+        for size in range(1, len(lengths) + 1):
+            n_parts = len(lengths) - size + 1
+            last = slice(size - 1, None)  # the completions that these parts end with
+            begins_row = begins_prompt[last] | (size == 1)
+            width_before = np.where(begins_row, width_of_prompt[last], width_of_last_row[:n_parts])
+            width_of_last_row = width_before + width_of_completion[last]
+            width = np.maximum(width[:n_parts], width_of_last_row)
+            rows = rows[:n_parts] + begins_row
+            completion = np.maximum(completion[:n_parts], completion_lengths[last])
+            yield Shapes(rows, width, completion)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a part may hold, and what it costs besides its tokens."""
+
+    max_rows: int  # completions
+    max_tokens: int | None = None  # with padding; a single longer completion is a part by itself
+    fill: bool = False  # whether it may hold more completions with no more tokens than `max_rows` of the longest
+    pass_tokens: float = PASS_TOKENS["cpu"]  # cost besides tokens; [`FEWEST_PASSES`] gives the fewest parts
+
+    def costs(self, lengths: np.ndarray, prompts: Prompts | None = None) -> np.ndarray:
+        """Cost of the part of each size that begins at each completion, `[sizes, B]`; infinite where not allowed."""
+        n_completions = len(lengths)
+        largest = n_completions if self.fill else self.max_rows
+        costs = np.full((largest, n_completions), np.inf)
+        shapes = _padded_shapes(lengths) if prompts is None else prompts.shapes(lengths)
+        for size, shapes_of_size in enumerate(itertools.islice(shapes, largest), 1):
+            allowed = self._allowed(size, shapes_of_size, lengths, prompts)
+            if size > self.max_rows and not allowed.any():
+                return costs[:size]
+            cost = shapes_of_size.tokens
+            if prompts is not None:
+                cost = prompts.cost(cost, shapes_of_size.width)
+            costs[size - 1, : len(allowed)] = np.where(allowed, cost, np.inf)
+        return costs
+
+    def _allowed(self, size: int, shapes: Shapes, lengths: np.ndarray, prompts: Prompts | None) -> np.ndarray:
+        """Whether the part of a size that begins at each completion is allowed, bool; `lengths` are of all."""
+        allowed = np.ones(len(shapes.width), dtype=bool)
+        if size == 1:
+            return allowed
+        # Without a plan, a micro-batch has as many tokens as `max_rows` of the longest completion: so many fit.
+        longest = lengths.sum(axis=1).max(initial=0)
+        if size > self.max_rows:
+            longest_completion = lengths[:, 1].max(initial=0)
+            allowed &= size * shapes.completion <= self.max_rows * longest_completion
+        if size > self.max_rows or prompts is not None:
+            allowed &= shapes.tokens <= self.max_rows * longest
+        if prompts is not None:  # attention and its mask grow with the square of the width
+            most = self.max_rows * prompts.cost(longest, longest)
+            allowed &= prompts.cost(shapes.tokens, shapes.width) <= most
+        if self.max_tokens is not None:
+            allowed &= shapes.tokens <= self.max_tokens
+        return allowed
+
+
+class Cut(NamedTuple):
+    """A way to cut completions into parts."""
+
+    order: np.ndarray  # the completions in order
+    bounds: list[int]  # where in this order each part but the first begins
+    shared: bool  # whether parts compute a prompt once for all its completions
+    cost: float  # tokens with padding, and those of the passes; with [`Prompts`], also attention between tokens
+
+    @property
+    def n_parts(self) -> int:
+        return len(self.bounds) + 1
+
+
+def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None) -> Cut:
+    """
+    The cheapest way to cut completions into parts: padded tokens, plus `pass_tokens` of the limits per part. `lengths`
+    are tokens of prompts and of completions, `[B, 2]`. With `prompts`, parts may compute a prompt once.
+    """
+    order = np.argsort(-lengths.sum(axis=1), kind="stable")
+    bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
+    if prompts is None:
+        return Cut(order, bounds, shared=False, cost=cost)
+    tokens = 0.0  # with padding, and as many more as attention between them costs
+    for part in np.split(order, bounds):
+        width = lengths[part].max(axis=0, initial=0).sum()
+        tokens += float(prompts.cost(len(part) * width, width))
+    padded = Cut(order, bounds, shared=False, cost=tokens + limits.pass_tokens * (len(bounds) + 1))
+    by_prompt = prompts.order(lengths)
+    shared_costs = limits.costs(lengths[by_prompt], prompts.take(by_prompt))
+    bounds, cost = _cheapest(shared_costs, limits.pass_tokens)
+    shared = Cut(by_prompt, bounds, shared=True, cost=cost)
+    shared_tokens = shared.cost - limits.pass_tokens * shared.n_parts
+    saves_tokens = shared_tokens < (1 - WORTH_SHARING) * tokens
+    return shared if saves_tokens and shared.cost < padded.cost else padded
 
 
 def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int], float]:
     """
-    Bounds of the cheapest cut, and its cost, by the cost of the micro-batch of each size that begins at each sample.
+    Bounds of the cheapest cut, and its cost, by the cost of the micro-batch of each size that begins at each
+    completion, `[sizes, B]`.
 
-    Dynamic programming over the samples, with a choice for each size. It is worth its lines: on MATH's
-    lengths, greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
+    Dynamic programming over the completions, with a choice for each size. It is worth its lines: on MATH's lengths,
+    greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
     """
-    most, n_rows = costs_of_parts.shape
-    least, last = np.zeros(n_rows + 1), np.zeros(n_rows + 1, dtype=int)  # of the first i samples
-    for end in range(1, n_rows + 1):
-        sizes = np.arange(1, min(most, end) + 1)
-        costs = least[end - sizes] + costs_of_parts[sizes - 1, end - sizes] + pass_tokens
-        last[end], least[end] = sizes[costs.argmin()], costs.min()
-    bounds = [n_rows]
-    while bounds[-1] > 0:
-        bounds.append(bounds[-1] - int(last[bounds[-1]]))
-    return bounds[-2:0:-1], least[-1]
+    largest, n_completions = costs_of_parts.shape
+    # Of the first 0, 1, … completions: the least cost, and the size of the last part that has it.
+    least_cost = np.zeros(n_completions + 1)
+    last_size = np.zeros(n_completions + 1, dtype=int)
+    for end in range(1, n_completions + 1):
+        sizes = np.arange(1, min(largest, end) + 1)
+        begins = end - sizes
+        costs = least_cost[begins] + costs_of_parts[sizes - 1, begins] + pass_tokens
+        last_size[end] = sizes[costs.argmin()]
+        least_cost[end] = costs.min()
+    bounds = []
+    end = n_completions
+    while end > last_size[end]:
+        end -= int(last_size[end])
+        bounds.append(end)
+    return bounds[::-1], least_cost[-1]
 
 
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
@@ -78,169 +244,89 @@ def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[
     where it saves the most padding.
     """
     while len(bounds) + 1 < n_parts:
-        parts = itertools.pairwise([0, *bounds, len(lengths)])
-        bounds = sorted([*bounds, min(_best_split(lengths, *part) for part in parts)[2]])
+        splits = []
+        for start, end in itertools.pairwise([0, *bounds, len(lengths)]):
+            change, size = _best_split(lengths[start:end])
+            splits.append((change, start + size))
+        _, bound = min(splits)
+        bounds = sorted([*bounds, bound])
     return bounds
 
 
-def _best_split(lengths: np.ndarray, start: int, end: int) -> tuple[float, int, int, int]:
-    """Change in padded tokens (≤ 0) by the best split of a part; its start, where to split it, its end."""
-    if end - start < 2:
-        return math.inf, start, start, end
-    widths = [np.maximum.accumulate(rows).sum(axis=1) for rows in (lengths[start:end], lengths[start:end][::-1])]
-    sizes = np.arange(1, end - start)
-    tokens = sizes * widths[0][:-1] + (sizes * widths[1][:-1])[::-1]
+def _best_split(lengths: np.ndarray) -> tuple[float, int]:
+    """Change in padded tokens (≤ 0) by the best split of a part in two, and the size of the first one."""
+    if len(lengths) < 2:
+        return math.inf, 0
+    # Of parts of the first 1, 2, … completions, and of the last 1, 2, …
+    width_of_first = np.maximum.accumulate(lengths).sum(axis=1)
+    width_of_last = np.maximum.accumulate(lengths[::-1]).sum(axis=1)
+    sizes = np.arange(1, len(lengths))
+    tokens_of_first = sizes * width_of_first[:-1]
+    tokens_of_last = sizes * width_of_last[:-1]
+    tokens = tokens_of_first + tokens_of_last[::-1]
     best = int(tokens.argmin())
-    return float(tokens[best] - (end - start) * widths[0][-1]), start, start + best + 1, end
+    tokens_unsplit = len(lengths) * width_of_first[-1]
+    return float(tokens[best] - tokens_unsplit), int(sizes[best])
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a part may hold, and what it costs besides its tokens."""
-
-    max_rows: int  # samples
-    max_tokens: int | None = None  # with padding; a single longer sample is a part by itself
-    fill: bool = False  # whether it may hold more samples with no more tokens than `max_rows` of the longest
-    pass_tokens: float = PASS_TOKENS["cpu"]  # cost besides tokens; [`FEWEST_PASSES`] gives the fewest parts
-
-    def costs(self, lengths: np.ndarray, prompts: "Prompts | None" = None) -> np.ndarray:
-        """Cost of the part of each size that begins at each sample, `[sizes, B]`; infinite where not allowed."""
-        n_rows = len(lengths)
-        costs = np.full((n_rows if self.fill else self.max_rows, n_rows), np.inf)
-        longest, completion = lengths.sum(axis=1).max(initial=0), lengths[:, 1].max(initial=0)
-        for size, (rows, width, scored) in enumerate(prompts.rows(lengths) if prompts else _rows(lengths), 1):
-            tokens = rows * width
-            is_small = size <= self.max_rows
-            fits = is_small | (size * scored <= self.max_rows * completion)
-            if prompts or not is_small:
-                fits &= tokens <= self.max_rows * longest
-            if prompts:  # attention and its mask grow with the square of the width
-                fits &= prompts.cost(tokens, width) <= self.max_rows * prompts.cost(longest, longest)
-            if self.max_tokens is not None:
-                fits &= tokens <= self.max_tokens
-            fits |= size == 1
-            costs[size - 1, : len(fits)] = np.where(fits, prompts.cost(tokens, width) if prompts else tokens, np.inf)
-            if size == len(costs) or (size > self.max_rows and not fits.any()):
-                return costs[:size]
-        return costs
-
-
-def _rows(lengths: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Rows, their width, and columns of completions, of the parts of each size, by their first sample."""
-    widest = np.zeros_like(lengths)
-    for size in range(1, len(lengths) + 1):
-        widest = np.maximum(widest[: len(lengths) - size + 1], lengths[size - 1 :])
-        yield size, widest.sum(axis=1), widest[:, 1]
-
-
-def partition(lengths: np.ndarray, zero_gradient: np.ndarray, n_processes: int) -> np.ndarray:
+def partition(lengths: np.ndarray, at_rest: np.ndarray, n_processes: int) -> np.ndarray:
     """
-    Partition N samples among processes: the same number each, with about the same number of tokens to compute.
+    Partition N completions among processes: the same number each, with about the same number of tokens to compute.
 
-    `lengths` are tokens of prompts and of completions, `[N, 2]`; samples of `zero_gradient`, bool `[N]`, need not be
-    computed. Returns the samples of each process, `[n_processes, N / n_processes]`.
+    `lengths` are tokens of prompts and of completions, `[N, 2]`; completions `at_rest`, bool `[N]`, need not be
+    computed. Returns the completions of each process, `[n_processes, N / n_processes]`.
     """
-    # The longest sample goes to the process with the fewest tokens (LPT scheduling); a full process takes no more.
-    tokens = np.where(zero_gradient, 0, lengths.sum(axis=1))
+    # The longest completion goes to the process with the fewest tokens (LPT scheduling); a full process takes no more.
+    tokens = np.where(at_rest, 0, lengths.sum(axis=1))
+    places = len(lengths) // n_processes
     members: list[list[int]] = [[] for _ in range(n_processes)]
     load = np.zeros(n_processes)
-    for sample in np.argsort(-tokens, kind="stable"):
+    for completion in np.argsort(-tokens, kind="stable"):
         process = int(load.argmin())
-        members[process].append(int(sample))
-        load[process] += tokens[sample] if len(members[process]) < len(lengths) // n_processes else np.inf
+        members[process].append(int(completion))
+        is_full = len(members[process]) == places
+        load[process] += np.inf if is_full else tokens[completion]
     return np.array(members)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts of samples, where a model can compute them once."""
-
-    of_sample: np.ndarray  # the prompt of each, as any number, `[B]`
-    # Tokens to which attention costs as much as the rest of a layer: with shared prompts it is computed between all
-    # completions of a prompt, and masked.
-    balance: float
-
-    def take(self, samples: np.ndarray) -> "Prompts":
-        """The prompts of some samples."""
-        return Prompts(self.of_sample[samples], self.balance)
-
-    def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
-        """Cost of some tokens in rows of this width, in tokens without attention."""
-        return tokens * (1 + width / self.balance)
-
-    def order(self, lengths: np.ndarray) -> np.ndarray:
-        """Order of samples with those of a prompt together, and prompts by the tokens of all their completions."""
-        _, prompt = np.unique(self.of_sample, return_inverse=True)
-        tokens = np.bincount(prompt, lengths.sum(axis=1))[prompt]
-        return np.lexsort((prompt, -tokens))
-
-    def rows(self, lengths: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """As [`_rows`], with a row per prompt."""
-        begins = np.append(True, np.diff(self.of_sample) != 0)
-        width = widest = number = completion = np.zeros(len(lengths), dtype=int)
-        for size in range(1, len(lengths) + 1):
-            last = slice(size - 1, None)  # the sample that such a part ends with
-            n_parts = len(lengths) - size + 1
-            new = begins[last] | (size == 1)
-            width = np.where(new, np.maximum(lengths[last, 0] - 1, 0), width[:n_parts]) + 1 + lengths[last, 1]
-            widest, number = np.maximum(widest[:n_parts], width), number[:n_parts] + new
-            completion = np.maximum(completion[:n_parts], lengths[last, 1])
-            yield number, widest, completion
-
-
-def best_cut(
-    lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
-) -> tuple[np.ndarray, list[int], bool, float]:
+def cut(
+    batch: Batch,
+    lengths: np.ndarray,
+    completions: np.ndarray,
+    n_parts: int,
+    limits: Limits,
+    prompts: Prompts | None,
+) -> list[tuple[np.ndarray, Batch]]:
     """
-    The cheapest way to cut samples into parts: padded tokens, plus `pass_tokens` of the limits per part. `lengths` are
-    tokens of prompts and of completions, `[B, 2]`.
+    Cut some `completions` of a batch, whose lengths are `[B, 2]`, into `n_parts` micro-batches, or more where the
+    limits need more.
 
-    Returns:
-        `tuple[np.ndarray, list[int], bool, float]`: the samples in order; where each part but the first begins;
-        whether parts compute a prompt once for all its completions; what they cost besides attention between tokens,
-        or with it where there are `prompts`.
+    Each micro-batch is without the columns that are padding in all of its completions; those with images and token
+    types keep all. Those that compute a prompt once have the entries of [`arrange`]. Returns the completions of each
+    micro-batch with it.
     """
-    order = np.argsort(-lengths.sum(axis=1), kind="stable")
-    bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
-    if prompts is None:
-        return order, bounds, False, cost
-    widths = [(len(part), lengths[part].max(axis=0, initial=0).sum()) for part in np.split(order, bounds)]
-    tokens = float(sum(prompts.cost(n * width, width) for n, width in widths))
-    shared = prompts.order(lengths)
-    shared_bounds, shared_cost = _cheapest(limits.costs(lengths[shared], prompts.take(shared)), limits.pass_tokens)
-    cost = tokens + limits.pass_tokens * len(widths)
-    shared_tokens = shared_cost - limits.pass_tokens * (len(shared_bounds) + 1)
-    if shared_cost < cost and shared_tokens < (1 - WORTH_SHARING) * tokens:
-        return shared, shared_bounds, True, shared_cost
-    return order, bounds, False, cost
+    prompts_of_cut = None if prompts is None else prompts.take(completions)
+    order, bounds, shared, _ = best_cut(lengths[completions], limits, prompts_of_cut)
+    completions = completions[order]
+    bounds = split_further(lengths[completions], bounds, n_parts)
+    micro_batches = []
+    for part in np.split(completions, bounds):
+        micro_batch = take(batch, part)
+        if not batch.keys() & _WHOLE_WIDTH:
+            widths = columns(lengths[part], most=columns_of(batch))
+            micro_batch = resize(micro_batch, **widths)
+        if shared and prompts is not None:
+            places = arrange(micro_batch, lengths[part], prompts.of_completion[part])
+            micro_batch = as_batch({**micro_batch, **places})
+        micro_batches.append((part, micro_batch))
+    return micro_batches
 
 
-def cut_rows(
-    rows: Rows, lengths: np.ndarray, samples: np.ndarray, n_parts: int, limits: Limits, prompts: Prompts | None
-) -> list[Rows]:
-    """
-    Cut some `samples` of rows, whose lengths are `[B, 2]`, into `n_parts` micro-batches, or more where the limits need
-    more, each without the columns that are padding in all of its samples; those with images and token types keep all.
-    Those that compute a prompt once have the entries of [`arrange`].
-    """
-    most = np.array([rows["prompt_mask"].size(1), rows["completion_mask"].size(1)])
-    order, bounds, shared, _ = best_cut(lengths[samples], limits, prompts and prompts.take(samples))
-    bounds, order = split_further(lengths[samples][order], bounds, n_parts), samples[order]
-    parts = []
-    for part in np.split(order, bounds):
-        taken = take_rows(rows, part)
-        if not rows.keys() & _WHOLE_WIDTH:
-            taken = resize(taken, **columns(lengths[part], most))
-        placed = arrange(taken, lengths[part], prompts.of_sample[part]) if shared and prompts else {}
-        parts.append(taken | placed)
-    return parts
-
-
-def spread(micro_batches: list[Rows], n_calls: int) -> list[list[Rows]]:
+def spread(micro_batches: list[Batch], n_calls: int) -> list[list[Batch]]:
     """
     Give each of `n_calls` of `training_step` its micro-batches, as evenly as possible.
 
     If there are too few, the first ones stay empty: in the last one processes exchange gradients.
     """
-    bounds = [math.floor(i * len(micro_batches) / n_calls) for i in range(n_calls + 1)]
+    bounds = [call * len(micro_batches) // n_calls for call in range(n_calls + 1)]
     return [micro_batches[start:end] for start, end in itertools.pairwise(bounds)]

@@ -25,20 +25,24 @@ from trl.models.utils import disable_gradient_checkpointing
 
 logger = get_logger(__name__)
 
+MOST_TOKENS = 24  # of the prompt, and of the completion, that is passed through the model with and without padding
+
 
 def takes_positions(model: Any) -> bool:
     """Whether a model of text takes the positions of its tokens; PEFT drops them where it puts tokens before them."""
     if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         return False
     base = model.get_base_model() if is_peft_model(model) else model
-    text = base.config.get_text_config() is base.config  # those of images are other positions
-    return text and "position_ids" in inspect.signature(base.forward).parameters
+    if base.config.get_text_config() is not base.config:  # those of images are other positions
+        return False
+    return "position_ids" in inspect.signature(base.forward).parameters
 
 
 def with_positions(model: Any, *, attention_mask: Tensor, first: int = 0, **inputs: Any) -> Any:
     """A pass in which padding on the left does not count as positions, as in generation: they begin with `first`."""
-    left = (attention_mask.cumsum(dim=1) == 0).sum(dim=1, keepdim=True)
-    positions = torch.arange(attention_mask.size(1), device=left.device) - left + first
+    left_of_tokens = attention_mask.cumsum(dim=1) == 0
+    n_left = left_of_tokens.sum(dim=1, keepdim=True)
+    positions = torch.arange(attention_mask.size(1), device=n_left.device) - n_left + first
     return model(attention_mask=attention_mask, position_ids=positions.clamp(min=0), **inputs)
 
 
@@ -53,19 +57,21 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
     positions are shifted by one, which only rounding notices where positions are relative; or 0.0007 nats in float32,
     0.06 in float16 and 0.18 in bfloat16. Two equal passes would be equal to the bit.
     """
-    model, most = trainer.model, 24
-    split = partial(torch.tensor_split, indices=(-width,), dim=-1)
-    row = int(attention_mask[:, -width:].sum(dim=1).argmax())
-    real = attention_mask[row].bool()
-    real[-width - 1 : 1 - width or None] = True  # a token of each, also if all is masked
-    prompt, completion = (part[chosen] for part, chosen in zip(split(input_ids[row]), split(real), strict=True))
-    ids, length = torch.cat([prompt[-most:], completion[:most]])[None], min(len(completion), most)
+    model = trainer.model
+    prompt, completion = _longest(input_ids, attention_mask, width)
+    # The tokens where they meet
+    prompt, completion = prompt[-MOST_TOKENS:], completion[:MOST_TOKENS]
+    ids = torch.cat([prompt, completion]).unsqueeze(0)
+    n_scored = len(completion)
 
     def logps(left: int = 0, right: int = 0, first: int = 0) -> Tensor:
-        padded, mask = pad(ids, (left, right)), pad(torch.ones_like(ids), (left, right))
-        call = partial(with_positions, model, first=first) if trainer._takes_positions else model
-        of_trl = GRPOTrainer._get_per_token_logps_and_entropies
-        return of_trl(trainer, call, padded, mask, length + right)[0][:, :length]
+        """Log-probabilities with this padding on both sides, and positions that begin with `first`."""
+        padded_ids = pad(ids, (left, right))
+        mask = pad(torch.ones_like(ids), (left, right))
+        policy = partial(with_positions, model, first=first) if trainer._takes_positions else model
+        pass_of_trl = GRPOTrainer._get_per_token_logps_and_entropies
+        logps_of_tokens, _, _ = pass_of_trl(trainer, policy, padded_ids, mask, n_scored + right)
+        return logps_of_tokens[:, :n_scored]
 
     def distance(one: Tensor, other: Tensor) -> Tensor:
         return (one - other).square().mean().sqrt()
@@ -74,11 +80,31 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
     with evaluating(model), disable_gradient_checkpointing(model, checkpointing):
         alone = logps()
         noise = distance(logps(first=2), logps(first=1))  # some models reset themselves at position 0
-        found = [distance(logps(left=8), alone), distance(logps(right=8), alone)]
-    longest = input_ids.size(1) - width + (trainer.args.max_completion_length or width)
-    scales = alone.new_tensor(torch.inf if longest > _context(model.config) else 0.0)
-    table = trainer.accelerator.gather(torch.stack([*found, scales, noise])[None].to(trainer.accelerator.device))
-    return bool((table[:, :-1] <= (4 * table[:, -1:]).clamp(min=2 * _precision(trainer) ** 0.5)).all())
+        padded_left = distance(logps(left=8), alone)
+        padded_right = distance(logps(right=8), alone)
+    n_prompt_columns = input_ids.size(1) - width
+    longest = n_prompt_columns + (trainer.args.max_completion_length or width)
+    # A model that may scale its positions by the width of the batch counts as infinitely far away.
+    may_scale = longest > _context(model.config)
+    scaled = alone.new_tensor(torch.inf if may_scale else 0.0)
+    numbers = torch.stack([padded_left, padded_right, scaled, noise]).unsqueeze(0)
+    of_processes = trainer.accelerator.gather(numbers.to(trainer.accelerator.device))
+    distances, noises = of_processes.tensor_split([3], dim=1)
+    least_bound = 2 * _precision(trainer) ** 0.5
+    bounds = (4 * noises).clamp(min=least_bound)
+    return bool((distances <= bounds).all())
+
+
+def _longest(input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens of the longest completion in rows `[B, P + width]`, and before it of its prompt: at least one of each."""
+    first = input_ids.size(1) - width  # column of the completions' first tokens
+    lengths = attention_mask[:, first:].sum(dim=1)
+    row = int(lengths.argmax())
+    is_token = attention_mask[row].bool()
+    is_token[first - 1 : first + 1] = True  # also if all of a prompt or completion is masked
+    prompt, completion = input_ids[row].tensor_split([first])
+    is_prompt_token, is_completion_token = is_token.tensor_split([first])
+    return prompt[is_prompt_token], completion[is_completion_token]
 
 
 @contextmanager
@@ -95,17 +121,21 @@ def _context(config: Any) -> float:
     """Tokens beyond which a model scales its positions by the length of the batch."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # of each type of layers, perhaps
-        if kind.get("rope_type") in ("dynamic", "longrope"):
-            return kind.get("original_max_position_embeddings") or text.max_position_embeddings
+    ropes_of_layer_types = [entry for entry in rope.values() if isinstance(entry, dict)]
+    for parameters in (rope, *ropes_of_layer_types):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            return parameters.get("original_max_position_embeddings") or text.max_position_embeddings
     return math.inf
 
 
 def _precision(trainer: Any) -> float:
-    """Of the coarsest type in which a pass computes."""
-    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision)
-    kinds = {each.dtype for each in trainer.model.parameters() if each.is_floating_point()} | {mixed or torch.float32}
-    return max(torch.finfo(kind).eps for kind in kinds)
+    """Rounding unit of the coarsest type in which a pass computes."""
+    mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
+    types = {mixed}
+    for parameter in trainer.model.parameters():
+        if parameter.is_floating_point():
+            types.add(parameter.dtype)
+    return max(torch.finfo(dtype).eps for dtype in types)
 
 
 def rounding_of_logps(trainer: Any) -> float:
@@ -116,10 +146,16 @@ def rounding_of_logps(trainer: Any) -> float:
 
 
 def reject_other_widths(args: Any) -> None:
-    """Reject fields by which a completion is scored in batches of several widths, for a model that depends on them."""
+    """
+    Reject fields by which a completion is scored in batches of several widths, for a model that depends on them, with
+    a `ValueError`.
+    """
     for name in ("max_staleness", "rollouts", "max_tokens_per_micro_batch"):
-        if value := getattr(args, name):
-            said = f"{name}={value!r} needs a model whose log-probabilities do not depend on padding, as this one's do"
-            raise ValueError(f"{said}. Remove `{name}`, or train a model such as Llama or Qwen.")
+        value = getattr(args, name)
+        if value:
+            raise ValueError(
+                f"{name}={value!r} needs a model whose log-probabilities do not depend on padding, as this one's do. "
+                f"Remove `{name}`, or train a model such as Llama or Qwen."
+            )
     if args.plan_micro_batches:
         logger.warning("The model's log-probabilities depend on padding, so `plan_micro_batches` has no effect.")

@@ -1,8 +1,8 @@
 """
-`Planner`: divides the samples of an optimizer step into the micro-batches that cost the least.
+`Planner`: divides the completions of an optimizer step into the micro-batches that cost the least.
 
-`planning` decides how to cut; this object ensures that all processes cut alike. None of this changes a gradient,
-provided that the loss is a sum over samples, divided by their number in the optimizer step.
+`cutting` decides how to cut; this object ensures that all processes cut alike. None of this changes a gradient,
+provided that the loss is a sum over completions, divided by their number in the optimizer step.
 """
 
 import math
@@ -15,33 +15,19 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from torch.nn.functional import pad
 from transformers.distributed.fsdp import is_fsdp_managed_module
 
-from ..batch import can_exchange, exchange_rows, resize, take_rows, to_device
+from ..batch import Batch, as_batch, exchange, model_inputs, resize, take, to_device
 from ..config import OPOConfig, updates_in_backward
 from ..trl import MULTIMODAL_KEYS
 from . import shared_prompts
-from .cutting import (
-    FEWEST_PASSES,
-    PASS_TOKENS,
-    Limits,
-    Prompts,
-    Rows,
-    best_cut,
-    columns,
-    cut_rows,
-    partition,
-    row_lengths,
-)
-
-
-_TEXTS = ("prompt", "completion")
+from .cutting import FEWEST_PASSES, PASS_TOKENS, Limits, Prompts, best_cut, columns, cut, partition
+from .sample_info import SampleInfo
 
 
 @dataclass(frozen=True)
 class Planner:
-    """Cuts the samples of optimizer steps, and rollouts that are scored, into micro-batches. It has no state."""
+    """Cuts the completions of optimizer steps, and rollouts that are scored, into micro-batches. It has no state."""
 
     args: OPOConfig
     accelerator: Accelerator
@@ -49,111 +35,117 @@ class Planner:
     balance: float | None = None  # of the policy, if it can compute a prompt once for its completions (`Prompts`)
     plans: bool = True  # whether micro-batches may have other widths than the rollout
 
-    def micro_batches(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> Iterator[list[Rows]]:
+    def micro_batches(self, steps: Sequence[Batch], at_rest: Iterable[Tensor]) -> Iterator[list[Batch]]:
         """
         The micro-batches of each optimizer step of a pass over a rollout; the same number on every process.
 
-        If it plans, samples that need not be computed (`skippable`, bool `[B]` of each step) are left out, unless a
-        micro-batch would be empty: `opo_filler` says which samples fill it. `opo_counts` says which samples count in
-        the log, and `opo_skipped` of the last micro-batch the same of those that were left out.
+        If it plans, completions that need not be computed (`at_rest`, bool `[B]` of each step) are left out, unless a
+        micro-batch would be empty: `opo_filler` says which completions fill it. `opo_counts` says which completions
+        count in the log, and `opo_skipped` of the last micro-batch the same of those that were left out.
         """
         if not self.plans:
-            samples = np.arange(len(steps[0]["completion_ids"]))  # as many in each step
-            parts = np.split(samples, len(samples) // self.args.per_device_train_batch_size)
-            return ([take_rows(rows, part) for part in parts] for rows in steps)
-        read = self._read_samples(steps, skippable)
-        return (self._cut(rows, read[:, number]) for number, rows in enumerate(steps))
+            n_completions = len(steps[0]["completion_ids"])  # as many in each step
+            n_micro_batches = n_completions // self.args.per_device_train_batch_size
+            parts = np.split(np.arange(n_completions), n_micro_batches)
+            return ([take(batch, part) for part in parts] for batch in steps)
+        info = SampleInfo.gather(steps, at_rest, self.accelerator)
+        return (self._cut_step(batch, info[:, number]) for number, batch in enumerate(steps))
 
     def most_rows(self, tokens: int) -> int:
-        """Samples of the micro-batch with the most tokens, if each has at most so many."""
+        """Completions of the micro-batch with the most tokens, if each has at most so many with its prompt."""
         most, budget = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        return most if budget is None else min(most, math.ceil(budget / max(tokens, 1)))
+        if budget is None:
+            return most
+        return min(most, math.ceil(budget / max(tokens, 1)))
 
-    def score(self, logps: Callable, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
+    def score(
+        self,
+        logps: Callable,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
         """
-        Score a rollout by `logps`, TRL's pass over samples, in micro-batches as in training: all at once, it would be
-        wider and need more memory.
+        Score a rollout by `logps`, TRL's pass over completions, in micro-batches as in training: all at once, it would
+        be wider and need more memory. Arguments and results are those of TRL.
         """
-        rows = {}
-        for name, table in (("ids", input_ids), ("mask", attention_mask)):
-            rows[f"prompt_{name}"] = table[:, :-logits_to_keep]
-            rows[f"completion_{name}"] = table[:, -logits_to_keep:]
-        images = any(options.get(name) is not None for name in MULTIMODAL_KEYS)
-        lengths = pad(row_lengths(rows), (0, 1), value=float(images))
-        read = self._of_all_processes(torch.cat([lengths, shared_prompts.hashes(rows)[:, None]], dim=1))
+        n_completions = len(input_ids)
+        images = {name: options[name] for name in MULTIMODAL_KEYS if options.get(name) is not None}
+        prompt_ids, completion_ids = input_ids.tensor_split([-logits_to_keep], dim=1)
+        prompt_mask, completion_mask = attention_mask.tensor_split([-logits_to_keep], dim=1)
+        batch: Batch = {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+        }
+        none_at_rest = torch.zeros(n_completions, dtype=torch.bool, device=input_ids.device)
+        info = SampleInfo.gather([as_batch({**batch, **images})], [none_at_rest], self.accelerator)[:, 0]
         # If any process has images, none cuts: under ZeRO-3 or FSDP each pass is a collective call.
-        if read[..., 2].any():
+        if not info.exchangeable.all():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-        tokens, limits = rows["completion_ids"], self._limits(batch_size)
-        # It may be another model than the policy. Where a quantile of entropies decides, those of equal contexts must
-        # be equal to the bit, as in rows.
-        balance = self.balance if self.args.top_entropy_quantile == 1.0 else None
-        balance = balance and shared_prompts.balance(self.accelerator.unwrap_model(model))
-        n_batches, _ = _needed(read, balance, limits)
-        results = [torch.zeros_like(tokens, dtype=torch.float32) for _ in range(2)]
-        rows["row"] = torch.arange(len(tokens), device=tokens.device)
-        own, order = read[self.accelerator.process_index], np.arange(len(tokens))
-        for part in cut_rows(rows, own[:, :2], order, n_batches, limits, _prompts(own, balance)):
-            width = part["completion_ids"].size(1)
-            ids, mask = (torch.cat([part[f"{text}_{name}"] for text in _TEXTS], dim=1) for name in ("ids", "mask"))
-            called = shared_prompts.model_for(model, part)
-            for result, values in zip(results, logps(called, ids, mask, width, **options)[:2], strict=True):
-                if values is not None:
-                    result[part["row"], :width] = values.float()
-        return results[0], results[1] if options.get("compute_entropy") else None, None
+        balance = None
+        # Where a quantile of entropies decides, those of equal contexts must be equal to the bit, as they are in rows
+        # of their own.
+        if self.balance is not None and self.args.top_entropy_quantile == 1.0:
+            # The model may be another one than the policy.
+            balance = shared_prompts.balance(self.accelerator.unwrap_model(model))
+        limits = self._limits(batch_size)
+        n_micro_batches, _ = _needed(info, balance, limits)
+        local = info[self.accelerator.process_index]
+        prompts = _prompts(local, balance)
+        all_completions = np.arange(n_completions)
+        logps_of_tokens = torch.zeros_like(completion_ids, dtype=torch.float32)
+        entropies = torch.zeros_like(logps_of_tokens)
+        for part, micro_batch in cut(batch, local.lengths, all_completions, n_micro_batches, limits, prompts):
+            ids, mask, width = model_inputs(micro_batch)
+            pass_model = shared_prompts.model_for(model, micro_batch)
+            part_logps, part_entropies = logps(pass_model, ids, mask, width, **options)[:2]
+            places = to_device(part, input_ids.device)
+            logps_of_tokens[places, :width] = part_logps.float()
+            if part_entropies is not None:
+                entropies[places, :width] = part_entropies.float()
+        return logps_of_tokens, entropies if options.get("compute_entropy") else None, None
 
-    def _read_samples(self, steps: Sequence[Rows], skippable: Iterable[Tensor]) -> np.ndarray:
-        """
-        Numbers of the samples of all processes, `[processes, steps, samples, 7]`, by one gather and one copy to the
-        host: lengths of prompt and completion, whether it can be skipped; of its process the columns of prompts and of
-        completions, and whether it can exchange samples; which prompt it has.
-        """
-        device = self.accelerator.device
-        of_process = [[*(rows[f"{name}_mask"].size(1) for name in _TEXTS), can_exchange(rows)] for rows in steps]
-        tables = []
-        for rows, skips, own in zip(steps, skippable, to_device(torch.tensor(of_process), device), strict=True):
-            lengths = row_lengths(rows)
-            columns = [lengths, skips.to(device)[:, None], own.expand(len(lengths), -1)]
-            tables.append(torch.cat([*columns, shared_prompts.hashes(rows).to(device)[:, None]], dim=1))
-        return self._of_all_processes(torch.stack(tables))
-
-    def _cut(self, rows: Rows, read: np.ndarray) -> list[Rows]:
-        """The samples of an optimizer step, less the skippable ones; `read` is this step's of `_read_samples`."""
+    def _cut_step(self, batch: Batch, info: SampleInfo) -> list[Batch]:
+        """Micro-batches of this process for an optimizer step, of whose completions `info` is: `[processes, B]`."""
         process = self.accelerator.process_index
-        of_tokens = bool(read[:, 0, 5].all())  # no images or lists, whose memory lengths do not tell
-        limits = self._limits(self.args.per_device_train_batch_size, fill=of_tokens)
-        balance = self.balance if of_tokens else None
+        # Of images and lists, lengths do not tell the memory.
+        only_tokens = bool(info.exchangeable.all())
+        limits = self._limits(self.args.per_device_train_batch_size, fill=only_tokens)
+        balance = self.balance if only_tokens else None
         # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
         # process with fewer passes than the others would leave them waiting forever.
-        n_batches, cost = _needed(read, balance, limits)
-        if len(read) > 1 and of_tokens:
+        n_micro_batches, cost = _needed(info, balance, limits)
+        n_processes = len(info)
+        if n_processes > 1 and only_tokens:
             # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
             # process computes the same partition, and takes its own part.
-            samples = read.reshape(-1, read.shape[-1])
-            assigned = partition(samples[:, :2], samples[:, 2].astype(bool), len(read))
-            n_batches_then, cost_then = _needed(samples[assigned], balance, limits)
-            # It may divide the completions of a prompt, which are then computed with a prompt each.
-            if balance is None or cost_then < cost:
-                widths = columns(samples[:, :2], samples[:, 3:5].max(axis=0))
-                rows = exchange_rows(resize(rows, **widths), assigned[process], self.accelerator)
-                read, n_batches = samples[assigned], n_batches_then
-        own = read[process]
-        lengths, skippable = own[:, :2], own[:, 2].astype(bool)
-        # None may be empty: a process with too few samples computes some that it could have skipped.
-        kept, skipped = np.split(np.argsort(skippable, kind="stable"), [max((~skippable).sum(), n_batches)])
-        if "opo_counts" not in rows:  # a checkpoint's samples that were divided have it
-            counts = rows["opo_valid"]
-            if "importance_sampling_ratio" in rows:
-                counts = counts & rows["importance_sampling_ratio"].any(dim=1)  # that vLLM's importance sampling keeps
-            rows = {**rows, "opo_counts": counts}
-        rows = {**rows, "opo_filler": to_device(torch.from_numpy(skippable), rows["opo_counts"].device)}
-        found = cut_rows(rows, lengths, kept, n_batches, limits, _prompts(own, balance))
-        found[-1]["opo_skipped"] = take_rows({"counts": rows["opo_counts"]}, skipped)["counts"]
-        return found
-
-    def _of_all_processes(self, numbers: Tensor) -> np.ndarray:
-        """Integers of each process, read by one gather and one copy to the host: `[processes, …]`."""
-        return self.accelerator.gather(numbers.to(self.accelerator.device)[None]).cpu().numpy()
+            on_all = info.on_all_processes()
+            assigned = partition(on_all.lengths, on_all.at_rest, n_processes)
+            exchanged = on_all[assigned]
+            n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, balance, limits)
+            # An exchange may part the completions of a prompt, which are then computed with a prompt each.
+            if balance is None or cost_exchanged < cost:
+                widths = columns(on_all.lengths, most=on_all.columns.max(axis=0))
+                batch = exchange(resize(batch, **widths), assigned[process], self.accelerator)
+                info, n_micro_batches = exchanged, n_micro_batches_exchanged
+        local = info[process]
+        # No micro-batch may be empty: a process with too few completions computes some that are at rest.
+        computed_first = np.argsort(local.at_rest, kind="stable")
+        n_with_gradient = int(np.count_nonzero(~local.at_rest))
+        computed, left_out = np.split(computed_first, [max(n_with_gradient, n_micro_batches)])
+        counts = _counts(batch)
+        filler = to_device(local.at_rest, counts.device)
+        batch = {**batch, "opo_counts": counts, "opo_filler": filler}
+        parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, balance))
+        micro_batches = [micro_batch for _, micro_batch in parts]
+        places_left_out = to_device(left_out, counts.device)
+        micro_batches[-1]["opo_skipped"] = counts[places_left_out]
+        return micro_batches
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
         fewest = self.communicates or updates_in_backward(self.args)
@@ -168,15 +160,32 @@ class Planner:
         )
 
 
-def _prompts(read: np.ndarray, balance: float | None) -> Prompts | None:
-    return None if balance is None else Prompts(read[:, -1], balance)
+def _counts(batch: Batch) -> Tensor:
+    """Whether each completion counts in the log, bool `[B]`."""
+    if "opo_counts" in batch:  # from a checkpoint, whose completions have been divided anew
+        return batch["opo_counts"]
+    counts = batch["opo_valid"]
+    if "importance_sampling_ratio" in batch:
+        # vLLM's importance sampling masks a completion by a ratio of 0.
+        counts = counts & batch["importance_sampling_ratio"].any(dim=1)
+    return counts
 
 
-def _needed(read: np.ndarray, balance: float | None, limits: Limits) -> tuple[int, float]:
-    """Most micro-batches, and highest cost, that a process needs for its samples: `[processes, samples, columns]`."""
-    needed = [own[own[:, 2] == 0] for own in read]
-    cuts = [best_cut(own[:, :2], limits, _prompts(own, balance)) for own in needed]
-    return max(len(bounds) + 1 for _, bounds, _, _ in cuts), max(cost for _, _, _, cost in cuts)
+def _prompts(local: SampleInfo, balance: float | None) -> Prompts | None:
+    """The prompts of a process's completions, if they are computed once."""
+    return None if balance is None else Prompts(local.prompt, balance)
+
+
+def _needed(info: SampleInfo, balance: float | None, limits: Limits) -> tuple[int, float]:
+    """Most micro-batches, and highest cost, that a process needs for its completions; `info` is `[processes, B]`."""
+    most, highest_cost = 0, 0.0
+    for process in range(len(info)):
+        local = info[process]
+        with_gradient = local[~local.at_rest]
+        process_cut = best_cut(with_gradient.lengths, limits, _prompts(with_gradient, balance))
+        most = max(most, process_cut.n_parts)
+        highest_cost = max(highest_cost, process_cut.cost)
+    return most, highest_cost
 
 
 @contextmanager

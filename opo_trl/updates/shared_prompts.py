@@ -6,7 +6,6 @@ itself, at the positions that it has in a row of its own, so its log-probabiliti
 begins with a copy of the prompt's last token, which predicts its first.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..batch import to_device
+from ..batch import Batch, to_device
 
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
@@ -28,66 +27,94 @@ def balance(model: PreTrainedModel) -> float | None:
 
     It needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
     """
-    config, adapters = model.config, getattr(model, "peft_config", {}).values()
-    full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    sdpa = config._attn_implementation in (None, "sdpa") and getattr(config, "sliding_window", None) is None
-    if config.model_type not in ARCHITECTURES or not (full and sdpa):
+    config = model.config
+    if config.model_type not in ARCHITECTURES or hasattr(config, "auto_map"):  # code from the Hub
         return None
-    if any(adapter.is_prompt_learning for adapter in adapters) or hasattr(config, "auto_map"):  # code from the Hub
+    types_of_layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if types_of_layers != {"full_attention"} or getattr(config, "sliding_window", None) is not None:
         return None
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads, keys = config.num_attention_heads, config.num_key_value_heads
-    weights = config.hidden_size * (2 * width * (heads + keys) + 3 * config.intermediate_size)  # of a layer
-    return weights / (2 * width * heads)
+    if config._attn_implementation not in (None, "sdpa"):
+        return None
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(adapter.is_prompt_learning for adapter in adapters):
+        return None
+    head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width_of_queries = head_width * config.num_attention_heads
+    width_of_keys = head_width * config.num_key_value_heads
+    attention_width = 2 * (width_of_queries + width_of_keys)  # also of outputs and of values
+    weights_of_layer = config.hidden_size * (attention_width + 3 * config.intermediate_size)
+    return weights_of_layer / (2 * width_of_queries)
 
 
-def hashes(rows: Mapping[str, Tensor]) -> Tensor:
+def hashes(batch: Batch) -> Tensor:
     """
-    A number for each sample's prompt, `[B]`: equal for equal prompts, and for others with a probability of about
+    A number for each completion's prompt, `[B]`: equal for equal prompts, and for others with a probability of about
     2^-45 or less, whatever their padding.
     """
-    ids, mask = rows["prompt_ids"], rows["prompt_mask"]
-    # Drawn from the right, where prompts are not padded. The sum wraps around.
-    drawn = np.random.default_rng(0).integers(-(2**63), 2**63, (ids.size(1), 2))[::-1].T.copy()
-    factor, offset = to_device(torch.from_numpy(drawn), ids.device)
-    return torch.where(mask.bool(), ids * factor + offset, 0).sum(dim=1)
+    ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+    random = np.random.default_rng(0)
+    # Of columns from the right: prompts are padded on the left.
+    from_the_right = random.integers(-(2**63), 2**63, (ids.size(1), 2))
+    coefficients = from_the_right[::-1].T.copy()
+    factor, offset = to_device(coefficients, ids.device)
+    terms = ids * factor + offset
+    # The sum wraps around.
+    return torch.where(mask.bool(), terms, 0).sum(dim=1)
 
 
-def arrange(samples: Mapping[str, Any], lengths: np.ndarray, prompts: np.ndarray) -> dict[str, Any]:
+def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
     """
-    Where the tokens of B samples go that are sorted by prompt: from their tables, the tokens of prompt and completion,
-    `[B, 2]`, and the prompt of each, as any number, `[B]`.
+    Where the tokens of completions go that share their prompts; those of a prompt follow each other in the batch.
 
-    Returns `opo_source` and `opo_segment`, `[P, W]` for P prompts: the place of a token among those of the samples'
-    prompts and completions, −1 where there is none; 0 for the prompt, otherwise the number of its completion. Besides,
-    `opo_shape` of the samples' tables.
+    `lengths` are tokens of prompts and of completions, `[B, 2]`, and `prompts` tells prompts apart, by any number,
+    `[B]`. Returns `opo_source` and `opo_segment`, `[number of prompts, width]`: the place of a token in the batch's
+    table `[B, P + T]`, row by row, and 0 for the prompt, otherwise the number of its completion; both are −1 where
+    there is no token. Besides, `opo_shape`.
     """
-    _, completion, prompt = shape = _shape(samples)
+    shape = _shape(batch)
+    n_completions, n_completion_columns, n_prompt_columns = shape
+    width_of_table = n_prompt_columns + n_completion_columns
+    begins = np.arange(n_completions) * width_of_table + n_prompt_columns  # places of the completions' first tokens
+    first_of_prompts = 1 + np.flatnonzero(np.diff(prompts))
     rows = []
-    for group in np.split(np.arange(len(prompts)), 1 + np.flatnonzero(np.diff(prompts))):
-        first = group[0] * (prompt + completion) + prompt
-        pieces = [np.arange(first - max(lengths[group[0], 0], 1), first - 1)]
-        for sample in group:
-            first = sample * (prompt + completion) + prompt
-            pieces.append(np.arange(first - 1, first + lengths[sample, 1]))
-        segments = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
-        rows.append(np.stack([np.concatenate(pieces), segments]))
+    for group in np.split(np.arange(n_completions), first_of_prompts):
+        rows.append(_row_of_prompt(begins[group], lengths[group]))
     width = max(row.shape[1] for row in rows)
-    table = np.stack([np.pad(row, ((0, 0), (0, width - row.shape[1])), constant_values=-1) for row in rows])
-    source, segment = to_device(torch.from_numpy(table), samples["completion_ids"].device).unbind(dim=1)
+    table = np.full((len(rows), 2, width), -1)
+    for number, row in enumerate(rows):
+        table[number, :, : row.shape[1]] = row
+    device = batch["completion_ids"].device
+    source, segment = to_device(table, device).unbind(dim=1)
     return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}
 
 
-def model_for(model: Any, rows: Mapping[str, Any]) -> Any:
-    """How a model computes rows: prompts once, where [`arrange`] has placed their tokens."""
-    # An override may have cut samples or columns, to which these places do not apply.
-    if rows.get("opo_shape") != _shape(rows):
+def _row_of_prompt(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """
+    Places and segments, `[2, width]`, of a prompt and its G completions; `begins` are the places of their first
+    tokens, `[G]`.
+    """
+    # Each completion begins with the prompt's last token, which the prompt is left without.
+    last_of_prompt = begins[0] - 1
+    first_of_prompt = begins[0] - max(lengths[0, 0], 1)
+    places = [np.arange(first_of_prompt, last_of_prompt)]
+    for begin, length in zip(begins, lengths[:, 1], strict=True):
+        places.append(np.arange(begin - 1, begin + length))
+    segments = [np.full(len(piece), number) for number, piece in enumerate(places)]
+    return np.stack([np.concatenate(places), np.concatenate(segments)])
+
+
+def model_for(model: Any, batch: Batch) -> Any:
+    """How a model computes a batch: prompts once, where [`arrange`] has placed their tokens."""
+    # An override may have cut completions or columns, to which these places do not apply.
+    if batch.get("opo_shape") != _shape(batch):
         return model
-    return partial(_shared, model, rows["opo_source"], rows["opo_segment"])
+    return partial(_shared, model, batch["opo_source"], batch["opo_segment"])
 
 
-def _shape(rows: Mapping[str, Any]) -> tuple[int, int, int]:
-    return (*rows["completion_ids"].shape, rows["prompt_ids"].size(1))
+def _shape(batch: Batch) -> tuple[int, int, int]:
+    """Number of completions, and of the columns for tokens of completions and of prompts."""
+    n_completions, n_completion_columns = batch["completion_ids"].shape
+    return n_completions, n_completion_columns, batch["prompt_ids"].size(1)
 
 
 def _shared(
@@ -102,25 +129,44 @@ def _shared(
     **options: Any,
 ) -> Any:
     """
-    Outputs of a model with TRL's fused head, called as TRL calls it for padded rows `[B, L]`, that computes samples as
-    [`arrange`] has placed them: per token, `[B, L - 1]`, as without sharing.
+    Outputs of a model with TRL's fused head, called as TRL calls it for padded rows `[B, L]`, that computes
+    completions as [`arrange`] has placed them: per token, `[B, L - 1]`, as without sharing.
 
     The model may have DDP's, DeepSpeed's or PEFT's wrapper around it.
     """
-    is_token, source = source >= 0, source.clamp(min=0)
-    ids, mask, wanted = (table.flatten()[source] for table in (input_ids, attention_mask, labels))
-    real = is_token & mask.bool()
-    same_or_prompt = (segment.unsqueeze(2) == segment.unsqueeze(1)) | (segment == 0).unsqueeze(1)
-    seen = (same_or_prompt & real.unsqueeze(1)).tril()
-    itself = torch.eye(seen.size(1), dtype=torch.bool, device=seen.device)
-    seen = seen | (itself & ~seen.any(dim=2, keepdim=True))  # padding: attention to nothing would be NaN
-    wanted = wanted.masked_fill(~real, -100)
-    positions = source % input_ids.size(1) if position_ids is None else position_ids.flatten()[source]
-    outputs = model(input_ids=ids, attention_mask=seen.unsqueeze(1), position_ids=positions, labels=wanted, **options)
+    place = source.clamp(min=0)
+
+    def placed(table: Tensor) -> Tensor:
+        """Values of a table `[B, L]`, of each token in its place."""
+        return table.flatten()[place]
+
+    is_attended = (source >= 0) & placed(attention_mask).bool()
+    # Only tokens of completions have a label, and each is in one place.
+    placed_labels = placed(labels).masked_fill(~is_attended, -100)
+    positions = place % input_ids.size(1) if position_ids is None else placed(position_ids)
+    outputs = model(
+        input_ids=placed(input_ids),
+        attention_mask=_attention(segment, is_attended).unsqueeze(1),
+        position_ids=positions,
+        labels=placed_labels,
+        **options,
+    )
     for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
-        # The head returns one value fewer than there are tokens. Only tokens of completions, each in one place,
-        # have a label.
-        values = torch.where(wanted != -100, pad(outputs[name], (1, 0)), 0.0).flatten()
-        rows = values.new_zeros(input_ids.numel()).scatter_add(0, source.flatten(), values)
-        outputs[name] = rows.view(input_ids.shape)[:, 1:]
+        # The head returns one value fewer than there are tokens.
+        of_tokens = pad(outputs[name], (1, 0))
+        of_labels = torch.where(placed_labels != -100, of_tokens, 0.0).flatten()
+        empty = of_labels.new_zeros(input_ids.numel())
+        table = empty.scatter_add(0, place.flatten(), of_labels)
+        outputs[name] = table.view(input_ids.shape)[:, 1:]
     return outputs
+
+
+def _attention(segment: Tensor, is_attended: Tensor) -> Tensor:
+    """Which tokens of a row each token attends to, bool `[rows, width, width]`: of the prompt, and of its segment."""
+    same_segment = segment.unsqueeze(2) == segment.unsqueeze(1)
+    is_prompt = (segment == 0).unsqueeze(1)
+    attention = ((same_segment | is_prompt) & is_attended.unsqueeze(1)).tril()
+    # Padding attends to itself: attention to nothing would be NaN.
+    to_nothing = ~attention.any(dim=2, keepdim=True)
+    itself = torch.eye(segment.size(1), dtype=torch.bool, device=segment.device)
+    return attention | (itself & to_nothing)

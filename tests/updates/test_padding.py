@@ -1,4 +1,4 @@
-"""Models whose log-probabilities depend on padding: what is found, and what follows from it."""
+"""Models whose log-probabilities depend on padding: how that is noticed, and what follows from it."""
 
 import pytest
 import torch
@@ -6,6 +6,8 @@ from helpers import RecordingOPO, Script, logged, trained
 from peft import PrefixTuningConfig
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from opo_trl.batch import model_inputs
 
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
@@ -45,15 +47,17 @@ def saved(tmp_path_factory):
     """Folder of a small random model of each kind."""
 
     def save(name: str) -> str:
-        folder, (kind, fields) = tmp_path_factory.mktemp(name), MODELS[name]
+        folder = tmp_path_factory.mktemp(name)
+        kind, fields = MODELS[name]
         torch.manual_seed(0)
         tokenizer = make_tokenizer()
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
         config = AutoConfig.for_model(kind, vocab_size=len(tokenizer), tie_word_embeddings=False, **fields, **ends)
         model = AutoModelForCausalLM.from_config(config)
         with torch.no_grad():
-            for parameter in (parameter for parameter in model.parameters() if parameter.dim() > 1):
-                parameter.mul_(3 if name == "recurrent" else 5)  # at 5, its dependence is plain
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(3 if name == "recurrent" else 5)  # at 5, its dependence is plain
             # As of a trained model; Transformers makes a 0 of it, over which a recurrent state passes unchanged.
             model.get_input_embeddings().weight[tokenizer.pad_token_id].normal_()
         model.save_pretrained(folder)
@@ -69,42 +73,48 @@ def run(model: str, folder, trainer_class=RecordingOPO, trainer_arguments=None, 
     return trained(model, folder, script=script, **arguments, **{**STEPS, **options})
 
 
-@pytest.mark.parametrize(("name", "found"), [("gpt2", True), ("longrope", False), ("recurrent", False)])
-def test_policy_that_has_not_moved_has_a_log_ratio_of_0(saved, tmp_path, caplog, name, found):
+def largest_log_ratio(trainer: RecordingOPO) -> float:
+    return max(entry["opo/log_ratio/absmax"] for entry in logged(trainer))
+
+
+@pytest.mark.parametrize(("name", "any_width"), [("gpt2", True), ("longrope", False), ("recurrent", False)])
+def test_policy_that_has_not_moved_has_a_log_ratio_of_0(saved, tmp_path, caplog, name, any_width):
     trainer = run(saved[name], tmp_path)
-    assert trainer._any_width == found
-    assert max(entry["opo/log_ratio/absmax"] for entry in logged(trainer)) < 1e-5
-    assert ("`plan_micro_batches` has no effect" in caplog.text) is not found
+    assert trainer._any_width == any_width
+    assert largest_log_ratio(trainer) < 1e-5
+    assert ("`plan_micro_batches` has no effect" in caplog.text) is not any_width
 
 
 def test_left_padding_counts_as_no_position(saved, tmp_path):
     """The reference has log-probabilities of completions without padding."""
     options = {"num_iterations": 1, "max_steps": 1, "learning_rate": 0.1}
     trainer = run(saved["gpt2"], tmp_path, RecordingOPO, **options)
-    rows = trainer.steps[0].batches[0]
-    ids, mask = (torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    ids, mask, width = model_inputs(trainer.steps[0].batches[0])
     assert (mask[:, 0] == 0).any()
     policy = AutoModelForCausalLM.from_pretrained(saved["gpt2"])
     with torch.no_grad():
         trainer.model.load_state_dict(policy.state_dict())
-        found = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, rows["completion_ids"].size(1))[0]
-        for row, own, values in zip(ids, mask.bool(), found, strict=True):
-            alone, length = row[own][None], int(own[-found.size(1) :].sum())
-            logps = policy(alone).logits[0, :-1].log_softmax(dim=-1).gather(1, alone[0, 1:, None])[-length:, 0]
-            assert torch.allclose(values[:length], logps, atol=1e-4)
+        padded_logps, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, width)
+        for row, is_token, logps in zip(ids, mask.bool(), padded_logps, strict=True):
+            tokens = row[is_token]
+            logits = policy(tokens.unsqueeze(0)).logits[0, :-1]
+            expected = logits.log_softmax(dim=-1).gather(1, tokens[1:, None]).squeeze(1)
+            length = int(is_token[-width:].sum())
+            assert torch.allclose(logps[:length], expected[-length:], atol=1e-4)
 
 
 def test_virtual_tokens_before_the_padding_are_noticed(saved, tmp_path):
     class Started(RecordingOPO):
         def train(self, *args, **kwargs):  # a virtual token that says nothing depends on nothing
             torch.manual_seed(0)
-            for parameter in (parameter for parameter in self.model.parameters() if parameter.requires_grad):
-                torch.nn.init.normal_(parameter)
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    torch.nn.init.normal_(parameter)
             return super().train(*args, **kwargs)
 
     adapter = {"peft_config": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)}
     trainer = run(saved["llama"], tmp_path, Started, adapter)
-    assert max(entry["opo/log_ratio/absmax"] for entry in logged(trainer)) < 1e-5
+    assert largest_log_ratio(trainer) < 1e-5
 
 
 @pytest.mark.parametrize(

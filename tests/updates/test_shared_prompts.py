@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
+from helpers import EXACT, RecordingOPO, Script, distance, logged, snapshot, trained
+from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from opo_trl.batch import model_inputs
 from opo_trl.forecast.plan import _row_tokens
 from opo_trl.updates.cutting import Limits, Prompts, best_cut
 from opo_trl.updates.shared_prompts import arrange, balance, hashes, model_for
@@ -18,19 +20,21 @@ GROUPS = {5: (2, 4, 1), 1: (3,), 3: (4, 0, 2)}
 P, T = 6, 5
 
 
-def rows_of_groups(random: torch.Generator) -> tuple[dict, np.ndarray, np.ndarray]:
+def padded_groups(random: torch.Generator) -> tuple[dict, np.ndarray, np.ndarray]:
+    """Inputs of a model, a row for each completion; lengths of prompts and completions; which prompt each has."""
     rows, lengths = [], []
-    for prompt, completions in GROUPS.items():
-        ids = torch.randint(3, 250, (prompt,), generator=random)
-        for completion in completions:
+    for prompt_length, completion_lengths in GROUPS.items():
+        prompt = torch.randint(3, 250, (prompt_length,), generator=random)
+        for completion_length in completion_lengths:
             row = torch.randint(3, 250, (P + T,), generator=random)
-            row[P - prompt : P] = ids
+            row[P - prompt_length : P] = prompt
             rows.append(row)
-            lengths.append((prompt, completion))
-    ids, lengths = torch.stack(rows), np.array(lengths)
+            lengths.append((prompt_length, completion_length))
+    lengths = np.array(lengths)
     column = np.arange(P + T)
-    mask = (column >= P - lengths[:, :1]) & (column < P + lengths[:, 1:])
-    return {"input_ids": ids, "attention_mask": torch.from_numpy(mask).long()}, lengths, lengths[:, 0]
+    begins, ends = P - lengths[:, :1], P + lengths[:, 1:]
+    mask = (column >= begins) & (column < ends)
+    return {"input_ids": torch.stack(rows), "attention_mask": torch.from_numpy(mask).long()}, lengths, lengths[:, 0]
 
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -50,68 +54,90 @@ def make_model(kind: str, **fields) -> torch.nn.Module:
     return model
 
 
+def gradient_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gaps", [False, True])
 def test_log_probabilities_entropies_and_gradient_are_those_of_rows(kind, gaps):
     model = make_model(kind)
     assert balance(model) is not None
     random = torch.Generator().manual_seed(0)
-    rows, lengths, prompts = rows_of_groups(random)
+    rows, lengths, prompts = padded_groups(random)
     if gaps:  # the first completion token after a gap, and a token of every prompt
-        rows["attention_mask"][:, P + 1] = rows["attention_mask"][:, P - 3] = 0
+        rows["attention_mask"][:, [P + 1, P - 3]] = 0
     labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
     labels[:, :P] = -100
-    ids = {"prompt_ids": rows["input_ids"][:, :P], "completion_ids": rows["input_ids"][:, P:]}
-    placed = arrange(ids, lengths, prompts)
-    assert placed["opo_source"].shape == (3, 14)
+    prompt_ids, completion_ids = rows["input_ids"].split([P, T], dim=1)
+    batch = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    places = arrange(batch, lengths, prompts)
+    assert places["opo_source"].shape == (3, 14)
     weights = torch.randn(2, len(labels), T, generator=random, dtype=torch.float64)
-    found = []
-    for kind in (model, model_for(model, ids | placed)):
+
+    def values_and_gradient(forward) -> tuple[torch.Tensor, torch.Tensor]:
         model.zero_grad()
-        outputs = kind(**rows, labels=labels, fused_lm_head=True)
-        values = torch.stack([outputs[name][:, -T:] for name in ("log_probs", "entropy")])
+        outputs = forward(**rows, labels=labels, fused_lm_head=True)
+        values = torch.stack([outputs["log_probs"], outputs["entropy"]])[..., -T:]
         (values * weights).sum().backward()
-        found.append((values.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
-    (values, gradient), (shared, shared_gradient) = found
-    assert torch.allclose(shared, values, atol=1e-12)
+        return values.detach(), gradient_of(model)
+
+    values, gradient = values_and_gradient(model)
+    shared_values, shared_gradient = values_and_gradient(model_for(model, batch | places))
+    assert torch.allclose(shared_values, values, atol=1e-12)
     assert values[0].abs().max() > 1
-    assert model_for(model, ids) is model
-    cut = ids | {"completion_ids": ids["completion_ids"][:, 1:]}
-    assert model_for(model, cut | placed) is model  # an override has cut them
-    assert (shared_gradient - gradient).norm() < 1e-6 * gradient.norm()
+    difference = shared_gradient - gradient
+    assert difference.norm() < 1e-6 * gradient.norm()
+
+    assert model_for(model, batch) is model
+    cut_by_an_override = batch | places | {"completion_ids": completion_ids[:, 1:]}
+    assert model_for(model, cut_by_an_override) is model
 
 
 def test_prompts_are_told_apart_by_their_tokens_and_not_by_their_padding():
     ids = torch.tensor([[7, 0, 5, 6], [0, 0, 5, 6], [0, 9, 5, 6], [0, 0, 6, 5], [0, 5, 6, 0]])
     mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
-    found = hashes({"prompt_ids": ids, "prompt_mask": mask}).tolist()
-    assert found[0] == found[1]
-    assert len(set(found)) == 4
-    wider = {"prompt_ids": torch.cat([ids[:, :1], ids], dim=1), "prompt_mask": torch.nn.functional.pad(mask, (1, 0))}
-    assert hashes(wider).tolist() == found
+    numbers = hashes({"prompt_ids": ids, "prompt_mask": mask})
+    assert numbers[0] == numbers[1]
+    assert len(numbers.unique()) == 4
+    wider = {"prompt_ids": pad(ids, (1, 0), value=9), "prompt_mask": pad(mask, (1, 0))}
+    assert torch.equal(hashes(wider), numbers)
+
+
+def equal_lengths(prompt: int, completion: int) -> np.ndarray:
+    """Of eight completions."""
+    return np.tile([[prompt, completion]], (8, 1))
 
 
 def test_prompts_are_shared_where_that_costs_less():
     prompts, limits = Prompts(np.repeat([3, 1], 4), balance=6000.0), Limits(8)
-    order, bounds, shared, _ = best_cut(np.tile([[40, 6]], (8, 1)), limits, prompts)
-    assert shared
-    assert bounds == []
-    assert np.diff(prompts.of_sample[order]).astype(bool).sum() == 1
+    cheapest = best_cut(equal_lengths(40, 6), limits, prompts)
+    assert cheapest.shared
+    assert cheapest.bounds == []
+    prompts_in_order = prompts.of_completion[cheapest.order]
+    assert np.count_nonzero(np.diff(prompts_in_order)) == 1
     # Attention between completions of 4,000 tokens costs more than a prompt of 400.
-    assert not best_cut(np.tile([[400, 4000]], (8, 1)), limits, prompts)[2]
-    assert not best_cut(np.tile([[40, 6]], (8, 1)), limits, Prompts(np.arange(8), 6000.0))[2]
+    assert not best_cut(equal_lengths(400, 4000), limits, prompts).shared
+    all_different = Prompts(np.arange(8), 6000.0)
+    assert not best_cut(equal_lengths(40, 6), limits, all_different).shared
     # Within a budget of tokens: 39 + 4 · 7 for a prompt.
-    assert best_cut(np.tile([[40, 6]], (8, 1)), Limits(8, max_tokens=67), prompts)[1] == [4]
+    in_budget = best_cut(equal_lengths(40, 6), Limits(8, max_tokens=67), prompts)
+    assert in_budget.bounds == [4]
     # Filled up to 2 · (40 + 12) tokens: two rows of 39 + 4 · 3, and not 39 + 13 + 3 · 3.
-    assert best_cut(np.array([[40, 12], *[[40, 2]] * 7]), Limits(2, fill=True), prompts)[1:3] == ([1], True)
+    lengths = equal_lengths(40, 2)
+    lengths[0, 1] = 12
+    filled = best_cut(lengths, Limits(2, fill=True), prompts)
+    assert filled.shared
+    assert filled.bounds == [1]
 
 
 RUN = {"per_device_train_batch_size": 8, "max_staleness": 1, "num_iterations": 2, "gradient_accumulation_steps": 1}
-DATA = {"train_dataset": Dataset.from_dict({"prompt": [f"{'long ' * 8}{i}" for i in range(8)]})}
+LONG_PROMPTS = ["long " * 8 + str(number) for number in range(8)]
+DATA = {"train_dataset": Dataset.from_dict({"prompt": LONG_PROMPTS})}
 
 
-def shared_parts(trainer) -> list[bool]:
-    return ["opo_source" in part for step in trainer.steps for part in step.batches]
+def micro_batches(trainer: RecordingOPO) -> list[dict]:
+    return [micro_batch for step in trainer.steps for micro_batch in step.batches]
 
 
 @pytest.mark.parametrize("options", [{"beta": 0.1}, {"gradient_checkpointing": True, "max_staleness": 0}], ids=str)
@@ -119,14 +145,14 @@ def test_training_is_the_same_as_in_rows(tiny_model, tmp_path, options):
     run = {**RUN, "trainer_arguments": DATA, "max_steps": 4, **options}
     rows = trained(tiny_model, tmp_path, script=Script(), plan_micro_batches=False, **run)
     shared = trained(tiny_model, tmp_path, script=Script(), **run)
-    assert all(shared_parts(shared))
-    assert not any(shared_parts(rows))
-    end, start = snapshot(rows.model), rows.initial
-    moved = norm({name: end[name] - start[name] for name in end})
+    assert all("opo_source" in micro_batch for micro_batch in micro_batches(shared))
+    assert not any("opo_source" in micro_batch for micro_batch in micro_batches(rows))
+    end = snapshot(rows.model)
+    moved = distance(end, rows.initial)
     assert moved > 1e-3
     assert distance(snapshot(shared.model), end) < EXACT * moved
-    largest, expected = (logged(trainer)[1]["opo/log_ratio/absmax"] for trainer in (shared, rows))
-    assert largest == pytest.approx(expected, abs=1e-5)
+    entry, expected = logged(shared)[1], logged(rows)[1]
+    assert entry["opo/log_ratio/absmax"] == pytest.approx(expected["opo/log_ratio/absmax"], abs=1e-5)
 
 
 @pytest.mark.parametrize("budget", [None, 100])
@@ -138,10 +164,14 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     trainer = trained(tiny_model, tmp_path, script=script, max_tokens_per_micro_batch=budget, **options)
     prompt, completion = _row_tokens(trainer)
     rows = trainer._planner.most_rows(prompt + completion)
-    parts = [part for step in trainer.steps for part in step.batches]
-    tokens = [part.get("opo_source", torch.cat([part["prompt_ids"], part["completion_ids"]], 1)) for part in parts]
-    assert max(part.numel() for part in tokens) <= rows * (prompt + completion)
-    assert budget is None or max(part.numel() for part in tokens) <= budget
+    largest = 0
+    for micro_batch in micro_batches(trainer):
+        ids, _, _ = model_inputs(micro_batch)
+        computed = micro_batch.get("opo_source", ids)
+        largest = max(largest, computed.numel())
+    assert largest <= rows * (prompt + completion)
+    if budget is not None:
+        assert largest <= budget
     assert f"{rows} × ({prompt} + {completion}) tokens" in trainer.plan
 
 

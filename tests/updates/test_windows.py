@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset
 from helpers import (
     EXACT,
+    RecordingOPO,
     Reference,
     Script,
     assert_step_equals,
@@ -18,6 +19,11 @@ from helpers import (
 
 
 GROUP = 2
+
+
+def sums(n_prompts: int) -> dict:
+    """Arguments of a trainer of so many prompts."""
+    return {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(n_prompts)]})}
 
 
 @pytest.mark.parametrize(
@@ -41,24 +47,35 @@ def test_every_sample_trained_after_an_update_has_log_probabilities_from_before_
         max_steps=-1,
         skip_inert_rows=True,
         learning_rate=0.05,
-        trainer_arguments={"train_dataset": Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(prompts)]})},
+        trainer_arguments=sums(prompts),
     )
     reference = Reference(trainer, script)
+    n_trained = 0
     for number, step in enumerate(trainer.steps):
-        for part in step.batches:
-            if int(part["opo_step"].min()) == number:
-                continue
-            for row, (k, i) in enumerate(zip(part["rollout"], part["row"], strict=True)):
-                anchor = reference.anchor(int(k), int(i))
-                assert torch.allclose(part["old_per_token_logps"][row, : len(anchor)].double(), anchor, atol=1e-4)
+        for micro_batch in step.batches:
+            n_trained += len(micro_batch["row"])
+            if int(micro_batch["opo_step"].min()) < number:
+                assert_logps_are_those_of_the_anchor(micro_batch, reference)
         expected = reference.step(number)
         if norm(expected.gradient) > 1e-3:
             assert_step_equals(step, expected)
         else:  # of a single completion, which the policy has made unlikely: it has almost no weight
             assert norm(step.gradient) < 1e-3
-    assert sum(len(part["row"]) for step in trainer.steps for part in step.batches) == (
-        len(script.calls) * rows * steps_per_generation * iterations
-    )
+    assert n_trained == len(script.calls) * rows * steps_per_generation * iterations
+
+
+def assert_logps_are_those_of_the_anchor(micro_batch: dict, reference: Reference) -> None:
+    """Of the policy from before the update, as the reference computes them."""
+    columns = ("rollout", "row", "old_per_token_logps")
+    for rollout, row, logps in zip(*(micro_batch[name] for name in columns), strict=True):
+        anchor = reference.anchor(int(rollout), int(row))
+        assert torch.allclose(logps[: len(anchor)].double(), anchor, atol=1e-4)
+
+
+def first_calls(trainer: RecordingOPO, n_steps: int) -> list[list]:
+    """Stands for the calls of a script that a run has made in its first steps."""
+    last = max(micro_batch["rollout"].max() for micro_batch in trainer.steps[n_steps - 1].batches)
+    return [[]] * (1 + int(last))
 
 
 def test_run_resumed_in_an_epoch_of_short_windows_is_the_uninterrupted_one(tiny_model, tmp_path):
@@ -72,7 +89,7 @@ def test_run_resumed_in_an_epoch_of_short_windows_is_the_uninterrupted_one(tiny_
         "max_steps": -1,
         "learning_rate": 0.05,
         "skip_inert_rows": True,
-        "trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": [f"{i}+{i}=" for i in range(9)]})},
+        "trainer_arguments": sums(9),
     }
     rewards = [1, 1, 0, 1, 0.5, 0.5]  # two groups have zero gradient while the policy is the one that wrote them
     uninterrupted = trained(
@@ -81,12 +98,14 @@ def test_run_resumed_in_an_epoch_of_short_windows_is_the_uninterrupted_one(tiny_
     for step in (1, len(uninterrupted.steps) - 1):
         # The script counts its calls: a resumed one has made the earlier ones.
         script = Script(rewards)
-        script.calls = [[]] * (1 + int(max(part["rollout"].max() for part in uninterrupted.steps[step - 1].batches)))
+        script.calls = first_calls(uninterrupted, step)
         resumed = make_trainer(tiny_model, tmp_path / str(step), script=script, **options)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "uninterrupted" / f"checkpoint-{step}"))
+        checkpoint = tmp_path / "uninterrupted" / f"checkpoint-{step}"
+        resumed.train(resume_from_checkpoint=str(checkpoint))
         end = snapshot(uninterrupted.model)
-        moved = norm({name: end[name] - uninterrupted.initial[name] for name in end})
+        moved = distance(end, uninterrupted.initial)
         assert distance(snapshot(resumed.model), end) < EXACT * moved
-        skipped = [[entry["opo/frac_skipped"] for entry in logged(trainer)] for trainer in (uninterrupted, resumed)]
-        assert skipped[0][-len(skipped[1]) :] == skipped[1]
-        assert max(skipped[0]) > 0
+        expected = [entry["opo/frac_skipped"] for entry in logged(uninterrupted)]
+        skipped = [entry["opo/frac_skipped"] for entry in logged(resumed)]
+        assert skipped == expected[-len(skipped) :]
+        assert max(expected) > 0

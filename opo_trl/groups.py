@@ -1,0 +1,84 @@
+"""What is computed over the completions of a prompt, in complete groups, on whichever processes they are."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from .batch import Batch, completion_tokens, to_device
+from .objective import token_mean
+
+
+# Units of float32's rounding in a sum of rewards over functions, and in the mean over a group.
+ROUNDING_ERRORS = 8
+
+
+def have_spread(values: Tensor, counts: Tensor, num_generations: int, rounding: Tensor | float = 0.0) -> Tensor:
+    """
+    Groups whose `values`, `[N]`, differ by more than `rounding`, `[N / num_generations]`, among those that count (bool
+    `[N]`): bool, `[N / num_generations]`.
+    """
+    values = values.view(-1, num_generations)
+    counts = counts.view(-1, num_generations)
+    # Not a standard deviation near zero: its rounding errors would depend on the size of the values.
+    highest = values.masked_fill(~counts, -torch.inf).amax(dim=1)
+    lowest = values.masked_fill(~counts, torch.inf).amin(dim=1)
+    return highest > lowest + rounding
+
+
+def equal_rewards(rewards: Tensor, weights: Tensor, counts: Tensor, num_generations: int) -> tuple[Tensor, Tensor]:
+    """
+    Completions of groups whose rewards are all equal, bool `[N]`: the weighted sums of `rewards`, `[N, number of
+    functions]` with NaN for no score, of the completions that count (bool `[N]`) differ by no more than rounding.
+
+    Besides, that rounding, `[N]`: how far such a sum, or its difference to the group's mean, may be off.
+    """
+    terms = rewards * weights
+    magnitudes = terms.abs().nansum(dim=1).view(-1, num_generations)
+    rounding = ROUNDING_ERRORS * torch.finfo(torch.float32).eps * magnitudes.amax(dim=1)
+    differ = have_spread(terms.nansum(dim=1), counts, num_generations, rounding)
+    return (~differ).repeat_interleave(num_generations), rounding.repeat_interleave(num_generations)
+
+
+class TargetInputs(NamedTuple):
+    """What the target of N completions, those of all processes, is computed from: float64 on the host."""
+
+    advantages: Tensor  # `[N]`
+    lengths: Tensor  # tokens that count, `[N]`
+    logps: Tensor  # log-probability of the completion under the behaviour policy, `[N]`
+    mean_logps: Tensor  # the same per token, `[N]`
+    rewards: Tensor  # `[N, number of reward functions]`
+
+
+def gather_samples(rollout: Batch, logps: Tensor | None, accelerator: Accelerator) -> TargetInputs:
+    """
+    Gather the inputs of a rollout's target, in complete groups, by one collective call, and wait for them.
+
+    On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
+    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
+    """
+    advantages = rollout["advantages"]
+    mask = completion_tokens(rollout)
+    if logps is None:
+        logps = torch.zeros_like(mask, dtype=torch.float32)
+    # A rollout that an override made from scratch may have advantages but no rewards.
+    rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
+    sum_of_logps = torch.where(mask, logps, 0.0).sum(dim=1)
+    columns = [advantages, mask.sum(dim=1), sum_of_logps, token_mean(logps, mask)]
+    numbers = torch.stack([column.float() for column in columns], dim=1)
+    table = accelerator.gather(torch.cat([numbers, rewards.float()], dim=1))
+    numbers, rewards = table.cpu().double().tensor_split([len(columns)], dim=1)
+    advantages, lengths, logps_of_completions, mean_logps = numbers.T
+    return TargetInputs(advantages, lengths, logps_of_completions, mean_logps, rewards)
+
+
+def own_samples(rollout: Batch, columns: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
+    """Of columns of all processes' completions, `[N]`, this process's, `[B]`, in float32 on its rollout's device."""
+    n_local = len(rollout["advantages"])
+    first = n_local * accelerator.process_index
+    local = slice(first, first + n_local)
+    table = torch.stack([column[local].float() for column in columns.values()])
+    local_columns = to_device(table, rollout["advantages"].device)
+    return dict(zip(columns, local_columns, strict=True))
