@@ -33,25 +33,15 @@ from .run_folder import same_completions
 
 
 _ARGUMENT_CLASSES: tuple[type, type, type] = (OPOScriptArguments, OPOConfig, ModelConfig)
-# Objectives that were trainers once, or are taken for one.
-_OBJECTIVES = {
-    "truncated_reinforce": "`objective: topr`, `positive_bounds: [0, 2]` and `negative_bounds: [0, 2]`",
-    "topr": "`objective: topr`",
-    "grpo": "`objective: grpo`, `gspo`, `dapo` or another loss of TRL's",
-}
-# Fields of Transformers 4, TRL's script and version 0.1 that recipes set, and what to do.
-_GONE = {
+# Fields of Transformers 4 and of TRL's script that recipes set, and what to do.
+_REPLACED = {
     "torch_dtype": "In Transformers 5 it is `dtype`.",
-    "overwrite_output_dir": "It is gone from Transformers 5: set `overwrite` to move an earlier run aside.",
+    "overwrite_output_dir": "Transformers 5 has none: set `overwrite` to move an earlier run aside.",
     "logging_dir": "In Transformers 5 it is a variable: set `env: {TENSORBOARD_LOGGING_DIR: folder}`.",
-    "datasets": "It is gone: write the mixture to one file, and set `dataset_name` to it.",
-    "test_split_size": "It is gone: set `test_fraction` to the share of problems to hold out.",
-    "max_reward_failure_rate": "It is gone: a run ends when half of a round cannot be scored. Remove it.",
-    "padding_free": "It is gone: planned micro-batches and shared prompts do its work. Remove it.",
-    "save_failure": "It is gone: a checkpoint that cannot be written ends the run. Remove it.",
-    "streaming": "It is gone: datasets are loaded completely. Remove it.",
-    "watches": "It is gone: a callback can set `control.should_training_stop` (docs/subclassing.md). Remove it.",
     "warmup_ratio": "In Transformers 5 it is `warmup_steps`, with a fraction of all steps in (0, 1).",
+    "datasets": "Write the mixture to one file, and set `dataset_name` to it.",
+    "test_split_size": "Set `test_fraction` to the share of problems to hold out.",
+    "streaming": "Datasets are loaded completely. Remove it.",
 }
 
 
@@ -110,8 +100,6 @@ def read(argv: Sequence[str]) -> Fields:
     if own.trainer is not None:
         recipe["trainer"] = own.trainer
     trainer = recipe.get("trainer") or "opo"
-    if instead := _OBJECTIVES.get(trainer):
-        raise ValueError(f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {instead} instead.")
     if trainer == "async_opo":
         raise ValueError(f"trainer={trainer!r} {WAITS_FOR_A_PORT}")
     if trainer != "opo":
@@ -206,8 +194,8 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
 
 def _hint(name: str) -> str:
     """What to do about a name that is not a field."""
-    if name in _GONE:
-        return _GONE[name]
+    if name in _REPLACED:
+        return _REPLACED[name]
     near = difflib.get_close_matches(name, {*_fields(), *_launch_actions()}, n=1)
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import opo_trl
 from opo_trl.command import cli
 from opo_trl.command.arguments import OPOScriptArguments
 from opo_trl.command.cli import copy_out
@@ -53,17 +52,6 @@ def test_help_has_every_field(capsys):
 def test_usage_imports_nothing_slow():
     code = "import sys; from opo_trl.command import cli; print({'datasets', 'numpy', 'torch'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
-
-
-@pytest.mark.parametrize("command", ["evaluate", "compare", "env", "figures"])
-def test_command_that_is_gone_says_what_to_do(capsys, command):
-    assert cli.main([command, "runs/x"]) == 2
-    assert capsys.readouterr().err.startswith(f"opo-trl {command}: error: this command is gone: ")
-
-
-def test_trainer_that_is_gone_says_what_to_use():
-    with pytest.raises(ImportError, match="RolloutTrainer is gone: use OPOTrainer with `objective`"):
-        _ = opo_trl.RolloutTrainer
 
 
 @pytest.mark.parametrize(
