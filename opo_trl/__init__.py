@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 def __getattr__(name: str):
     # Importing TRL takes seconds; `opo_trl.objective` and the command line's help need none of it.
     modules = {"OPOConfig": ".config", "OPOTrainer": ".trainer"}
-    if name in ("RolloutConfig", "RolloutTrainer"):
-        raise ImportError(f"{name} is gone: use OPO{name[7:]} with `objective`, such as objective='grpo'.")
     if name in ("AsyncOPOConfig", "AsyncOPOTrainer"):
         raise ImportError(f"{name} {WAITS_FOR_A_PORT}")
     if name in modules:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from transformers import GenerationConfig
@@ -18,13 +18,17 @@ from .fields import (
     PART,
     POSITIVE,
     check_fields,
-    default,
+    defaults,
+    documented,
+    mapping_of,
     require,
-    setting,
 )
 from .objective import DriveScaling, Objective, Positivity, RatioForm, Reduction
 from .objectives import NEAREST, OBJECTIVES, Push, objective_named
+from .options import checked_options
 
+
+logger = logging.getLogger(__name__)
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 
@@ -35,61 +39,32 @@ _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8b
 @dataclass
 class ObjectiveConfig:
     """
-    The fields of the objective, a part of [`OPOConfig`].
+    The fields of the objective, a part of [`OPOConfig`], which describes them.
 
     Raises:
-        `ValueError`: `mu` and `chi2_radius` are both set, a range is none, `objective` does not exist, or a field is
-            set that it does not read.
+        `ValueError`: `mu` and `chi2_radius` are both set, a range is none, `objective` does not exist or has no such
+            option, or a field is set that it does not read.
     """
 
-    objective: str | None = setting(
-        None, "`'opo'`, `'topr'`, a loss of TRL's ([`~opo_trl.objectives`]), or the dotted path of an [`Objective`]."
-    )
-    loss_type: str | None = setting(None, "TRL's name of an objective, for scripts that set it.")
-    push: Push = setting(
-        "reward", "Of TOPR, the push: `'reward'` less its group's mean, `'advantage'`, or OPO's `'escort'` weight."
-    )
-    positive_bounds: list[float] = setting(
-        lambda: [1.0, 1.0], "Of TOPR: bounds on the weight π/π_k of a completion whose push is positive."
-    )
-    negative_bounds: list[float] = setting(
-        lambda: [0.0, 1.0], "The same where it is negative. `[0, 2]` for both is truncated REINFORCE."
-    )
-    alpha: Annotated[float, FRACTION] = setting(
-        0.4, r"Escort exponent α in `[0, 1]`. At 1 nothing is learned; 0 gives the oracle P\* ∝ exp(A/τ)."
-    )
-    escort_temperature: Annotated[float, POSITIVE] = setting(
-        1.0, r"Temperature τ of P\*; smaller is sharper. The base τ₀ of `adaptive_temperature`."
-    )
-    adaptive_temperature: bool = setting(
-        False, "Whether τ follows the policy's entropy and success rate, see [`OPO.temperature`]."
-    )
-    temperature_range: list[float] = setting(lambda: [0.2, 1.5], "Lowest and highest adaptive τ.")
-    anchor_correction: AnchorCorrection = setting(
-        "absorbed", "How log π_k enters the escort weight: not at all, as its mean per token, or as its sum."
-    )
-    drive_scaling: DriveScaling = setting(
-        "none", "Divisor of the drive g: its standard deviation over the `'group'` or the rollout (`'batch'`)."
-    )
-    mu: Annotated[float | None, POSITIVE] = setting(
-        None, "χ² coefficient μ: 0.3 unless `chi2_radius` is set. No effect when a rollout serves a single step."
-    )
-    chi2_radius: Annotated[float | None, POSITIVE] = setting(
-        None, "χ² radius ε of the target: each rollout then uses μ = √(mean(g²)/ε). Excludes `mu`."
-    )
-    positivity: Positivity = setting(
-        "none", r"How to keep 1 + v\* ≥ 0: `'stiffen'` μ, `'clip'` v\*, or `'project'` it on each group's simplex."
-    )
-    positivity_epsilon: Annotated[float, PART] = setting(1e-3, "Margin of `positivity='clip'`, in `(0, 1)`.")
-    log_ratio_reduction: Reduction = setting(
-        "sum", "Δ of a completion: the `'sum'` over tokens, or the `'mean'`, with a trust region T times softer."
-    )
-    log_ratio_clamp: Annotated[float | None, POSITIVE] = setting(
-        None, "Bound on the value of |Δ|, not on its gradient: by default 20 for `'sum'` and 5 for `'mean'`."
-    )
-    ratio_form: RatioForm = setting(
-        "truncated", "Loss in π/π_k, bounded at 2; or the paper's, in u = Δ (`'log'`) or in u = π/π_k − 1 (`'exact'`)."
-    )
+    objective: str | None = None
+    loss_type: str | None = None
+    objective_options: dict | str | None = None
+    push: Push = "reward"
+    positive_bounds: list[float] = field(default_factory=lambda: [1.0, 1.0])
+    negative_bounds: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    alpha: Annotated[float, FRACTION] = 0.4
+    escort_temperature: Annotated[float, POSITIVE] = 1.0
+    adaptive_temperature: bool = False
+    temperature_range: list[float] = field(default_factory=lambda: [0.2, 1.5])
+    anchor_correction: AnchorCorrection = "absorbed"
+    drive_scaling: DriveScaling = "none"
+    mu: Annotated[float | None, POSITIVE] = None
+    chi2_radius: Annotated[float | None, POSITIVE] = None
+    positivity: Positivity = "none"
+    positivity_epsilon: Annotated[float, PART] = 1e-3
+    log_ratio_reduction: Reduction = "sum"
+    log_ratio_clamp: Annotated[float | None, POSITIVE] = None
+    ratio_form: RatioForm = "truncated"
 
     def check_objective(self) -> None:
         """Check the combinations of fields, and fill in the defaults that depend on other fields."""
@@ -100,14 +75,13 @@ class ObjectiveConfig:
             ordered = len(value) == 2 and 0 <= value[0] <= value[1] > 0  # a weight of 0 would exclude samples
             require(ordered, name, value, "two numbers of at least 0, the lower first, the upper above 0")
         if self.loss_type is not None:
-            nearest = f"one of {', '.join(OBJECTIVES)}; nearest is {NEAREST.get(self.loss_type, 'dapo')}"
-            require(self.loss_type in OBJECTIVES, "loss_type", self.loss_type, nearest)
-            if self.objective not in (None, self.loss_type):
-                both = f"objective={self.objective!r} and loss_type={self.loss_type!r}"
-                raise ValueError(f"{both} are both set, and each names a loss. Remove one of them.")
-            self.objective = self.loss_type
+            self._take_from_loss_type(self.loss_type)
         kind = objective_named(self.objective or "opo")
-        self.objective = next((word for word, own in OBJECTIVES.items() if own is kind), self.objective)
+        for name, built_in in OBJECTIVES.items():
+            if built_in is kind:  # also where it is named by its dotted path
+                self.objective = name
+        values = mapping_of("objective_options", self.objective_options)
+        self.objective_options = checked_options(kind, str(self.objective), values)
         self._check_fields_of_others(kind)
         if self.mu is None and self.chi2_radius is None and "mu" in kind.fields:
             self.mu = 0.3
@@ -115,33 +89,50 @@ class ObjectiveConfig:
         if self.log_ratio_clamp is None and reads_clamp:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
+    def _take_from_loss_type(self, loss_type: str) -> None:
+        """Set `objective` to the loss that `loss_type`, TRL's field, names."""
+        allowed = f"one of {', '.join(OBJECTIVES)}; nearest is {NEAREST.get(loss_type, 'dapo')}"
+        require(loss_type in OBJECTIVES, "loss_type", loss_type, allowed)
+        if self.objective not in (None, loss_type):
+            raise ValueError(
+                f"objective={self.objective!r} and loss_type={loss_type!r} are both set, and each names a loss. "
+                "Remove one of them."
+            )
+        self.objective = loss_type
+
     def _check_fields_of_others(self, kind: type[Objective]) -> None:
         """Reject fields of another objective of ours; one of the user's may read any."""
-        unread: set[str] = set()
-        if self.objective in OBJECTIVES:
-            unread |= {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
-        if self.objective == "topr" and self.push != "escort":
-            unread |= {"alpha", "escort_temperature"}
-        if self.objective == "topr" and self.push == "reward":
-            unread |= {"scale_rewards", "multi_objective_aggregation"}
-        for each in dataclasses.fields(self):
-            value, usual = getattr(self, each.name), default(each)
-            if each.name in unread and (list(value) if isinstance(usual, list) else value) != usual:
-                pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
-                readers = [name for name, other in OBJECTIVES.items() if each.name in other.fields]
-                instead = f", or set `objective` to {' or '.join(readers)}" if readers else ""
-                said = f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}"
-                raise ValueError(f"{said}. Remove `{each.name}`{instead}.")
+        if self.objective not in OBJECTIVES:
+            return
+        fields_off = kind(self).fields_off
+        read_by_others = {name for other in OBJECTIVES.values() for name in other.fields}
+        unread = (read_by_others - kind.fields) | fields_off.keys()
+        for name, usual in defaults(type(self)).items():
+            value = getattr(self, name)
+            is_usual = (list(value) if isinstance(usual, list) else value) == usual
+            if name not in unread or is_usual:
+                continue
+            cause = f"objective={self.objective!r}"
+            if name in fields_off:
+                other_field = fields_off[name]
+                cause += f" and {other_field}={getattr(self, other_field)!r}"
+            readers = [word for word, other in OBJECTIVES.items() if name in other.fields]
+            instead = f", or set `objective` to {' or '.join(readers)}" if readers else ""
+            raise ValueError(f"{name}={value!r} has no effect with {cause}. Remove `{name}`{instead}.")
 
 
 def check_optim_args(args: Any) -> None:
     """Check that optimizer and schedule read their options, which Transformers would ignore."""
     if args.lr_scheduler_kwargs and args.lr_scheduler_type in ("constant", "constant_with_warmup"):
-        said = f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on a constant learning rate"
-        raise ValueError(f"{said}. Remove it, or set `lr_scheduler_type`.")
+        raise ValueError(
+            f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on a constant learning rate. "
+            "Remove it, or set `lr_scheduler_type`."
+        )
     if args.warmup_steps and args.lr_scheduler_type in ("constant", "reduce_lr_on_plateau", "greedy"):
-        said = "warmup_steps=%s has no effect with lr_scheduler_type=%r. Set it to 'constant_with_warmup'."
-        logging.getLogger(__name__).warning(said, args.warmup_steps, args.lr_scheduler_type.value)
+        logger.warning(
+            f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={args.lr_scheduler_type.value!r}. "
+            "Set it to 'constant_with_warmup'."
+        )
     if args.optim_args and args.optim in _WITHOUT_ARGS:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")
 
@@ -163,69 +154,160 @@ _CONTENT = """
     vllm_importance_sampling_mode vllm_importance_sampling_cap vllm_importance_sampling_clip_min
     vllm_importance_sampling_clip_max
 """
+_OF_OBJECTIVE = [field.name for field in dataclasses.fields(ObjectiveConfig) if field.name != "loss_type"]
 # Besides the model and the optimizer, the fields that decide what is trained: a run that resumes keeps them.
-CONTENT = [each.name for each in dataclasses.fields(ObjectiveConfig) if each.name != "loss_type"] + _CONTENT.split()
+CONTENT = [*_OF_OBJECTIVE, *_CONTENT.split()]
 
 
+@documented
 @dataclass
 class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     r"""
     Configuration class for the [`OPOTrainer`].
 
-    It adds parameters to those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. Parameters that the
-    objective does not read, such as `epsilon` with `objective: opo`, are rejected unless they have their default.
+    It adds the fields below to those of [`~trl.GRPOConfig`] and [`~transformers.TrainingArguments`]. A field that the
+    objective does not read, such as `epsilon` with `objective="opo"`, is rejected unless it has its default.
+
+    Parameters:
+        > Parameters that control the objective
+
+        objective (`str`, *optional*):
+            Loss to train with: `opo`, `topr`, a loss of TRL's (`grpo`, `gspo`, `dr_grpo`, `dapo`, `cispo`, `sapo`,
+            `vespo`), or the dotted path of a subclass of [`Objective`], such as `my_module.Mine`. By default `opo`, or
+            what `loss_type` names. See docs/objectives.md.
+        loss_type (`str`, *optional*):
+            The same by TRL's name, so that scripts and recipes which set it train with that loss. By default, unlike
+            in TRL, it names none. See docs/migrating.md.
+        objective_options (`dict` or `str`, *optional*):
+            Options that an objective of your own declares, by name, such as `{clip: 0.2}`. An option that is not set
+            has the default of its class. The objectives of this package have none. See docs/objectives.md.
+
+        > Parameters that control the target of OPO
+
+        alpha (`float`, *optional*, defaults to `0.4`):
+            Escort exponent α, in `[0, 1]`: how evenly completions are weighted. 1 weights all alike, so that nothing
+            is learned; 0 weights them as P\* ∝ exp(A/τ) does. The default is the paper's. See docs/choosing.md.
+        escort_temperature (`float`, *optional*, defaults to `1.0`):
+            Temperature τ of P\*, positive, in units of the advantage: the smaller, the more the best completions
+            count. The default leaves advantages as they are. The base τ₀ of `adaptive_temperature`. See
+            docs/choosing.md.
+        adaptive_temperature (`bool`, *optional*, defaults to `False`):
+            Whether τ follows the policy's entropy and success in each rollout, as in the paper. Off by default, so
+            that a target depends on the rewards of its group alone. See docs/methods/opo.md.
+        temperature_range (`list[float]`, *optional*, defaults to `[0.2, 1.5]`):
+            Lowest and highest adaptive τ, at least 0. The default is the paper's. See docs/methods/opo.md.
+        anchor_correction (`str`, *optional*, defaults to `"absorbed"`):
+            How the log-probability under the behaviour policy π_k enters the escort weight: `absorbed`, not at all;
+            `length_normalized`, as its mean per token; or `sequence`, as its sum, as in the paper's Algorithm 1. With
+            `sequence`, the least likely completion gets all the weight, so it is not the default. See
+            docs/methods/opo.md.
+        drive_scaling (`str`, *optional*, defaults to `"none"`):
+            Divisor of the centred escort weight g: `none`, or its standard deviation over each `group` or over the
+            rollout (`batch`). By default none, so that `alpha` decides the size of the push. See docs/methods/opo.md.
+        mu (`float`, *optional*):
+            χ² coefficient μ, positive: how strongly a completion is pulled back to its probability under the behaviour
+            policy. 0.3 by default, unless `chi2_radius` is set: the paper's 1 fell behind with four optimizer steps
+            per rollout and more. No effect with one. See docs/choosing.md.
+        chi2_radius (`float`, *optional*):
+            χ² radius ε of the target, positive, in place of `mu`: each rollout has μ = √(mean(g²)/ε). For another
+            `alpha`, `escort_temperature` or `drive_scaling` than the default. See docs/choosing.md.
+        positivity (`str`, *optional*, defaults to `"none"`):
+            How targets v\* are kept at -1 or above, where the target of a probability is not negative: `none`;
+            `stiffen`, by a larger μ; `clip`, each by itself; or `project`, onto the simplex of each group. By default
+            none, as the bounded ratio needs no admissible target. See docs/methods/opo.md.
+        positivity_epsilon (`float`, *optional*, defaults to `0.001`):
+            Margin above -1 that `positivity: clip` keeps, in `(0, 1)`. Small by default, so that few targets change.
+            See docs/methods/opo.md.
+
+        > Parameters that control the log-ratio of OPO and TOPR
+
+        log_ratio_reduction (`str`, *optional*, defaults to `"sum"`):
+            The log-ratio Δ of a completion: the `sum` over its T tokens, as in the theorems, or the `mean`, for which
+            μ has to be T times larger. See docs/choosing.md.
+        log_ratio_clamp (`float`, *optional*):
+            Bound on the value of |Δ| in nats, positive, but not on its gradient: no exponential overflows. By default
+            20 for `log_ratio_reduction: sum`, and 5 for `mean`. See docs/methods/opo.md.
+        ratio_form (`str`, *optional*, defaults to `"truncated"`):
+            Form of OPO's loss: `truncated`, with the ratio π/π_k bounded at 2, so that its variance is finite; `log`,
+            the paper's surrogate in Δ; or `exact`, in π/π_k - 1 without a bound. See docs/theory.md.
+
+        > Parameters that control the push and the weight of TOPR
+
+        push (`str`, *optional*, defaults to `"reward"`):
+            What a completion is pushed by: `reward`, less the mean of its group; `advantage`, TRL's; or `escort`,
+            OPO's centred escort weight. The default is TOPR's. See docs/reuse.md.
+        positive_bounds (`list[float]`, *optional*, defaults to `[1.0, 1.0]`):
+            Lowest and highest weight π/π_k of a completion with a positive push. The default, a weight of 1, is
+            TOPR's. See docs/reuse.md.
+        negative_bounds (`list[float]`, *optional*, defaults to `[0.0, 1.0]`):
+            The same for a negative push; the default is TOPR's. `[0, 2]` for both is truncated REINFORCE. See
+            docs/reuse.md.
+
+        > Parameters that control rollouts and their reuse
+
+        max_sampling_rounds (`int`, *optional*, defaults to `1`):
+            Most rounds of generation per rollout. From 2 on, groups of equal rewards are replaced by groups of other
+            prompts, as in DAPO; by default they stay, at no further cost. See docs/methods/baselines.md.
+        max_staleness (`int`, *optional*, defaults to `0`):
+            Number of earlier rollouts from which passes after the first draw groups, too; 0, the default, replays
+            nothing. Needs `num_iterations` of 2 or more. See docs/reuse.md.
+        prefetch_rollouts (`int`, *optional*, defaults to `0`):
+            Rollouts that a vLLM server generates while the policy trains, 0 or 1. With 1, completions are one rollout
+            old, so it is not the default. See docs/async.md.
+        rollouts (`str`, *optional*):
+            Recorded completions to train on, in place of generated ones: a file, a folder of files, or a dataset on
+            the Hub. See docs/reuse.md.
+        rollouts_model (`str`, *optional*):
+            Model that sampled `rollouts`. It computes their log-probabilities, also in place of recorded ones. See
+            docs/reuse.md.
+        save_rollouts (`bool`, *optional*, defaults to `False`):
+            Whether to record all completions of training in the folder `rollouts` of `output_dir`. Off by default:
+            it costs disk space and, if training needs none, a forward pass over each rollout. See docs/reuse.md.
+        max_completions (`int`, *optional*):
+            Number of completions to generate for training: the run ends with the first rollout that reaches it. By
+            default `max_steps` or `num_train_epochs` ends it. See docs/reuse.md.
+
+        > Parameters that control optimizer steps
+
+        max_skipped_steps (`int`, *optional*, defaults to `10`):
+            Number of optimizer steps in a row with a gradient that is not finite, and which are skipped, that ends the
+            run. By default 10: a few may be chance. See docs/faults.md.
+        plan_micro_batches (`bool`, *optional*, defaults to `True`):
+            Whether to cut optimizer steps by the lengths of completions, and evenly over processes. The gradient is
+            the same in less time. See docs/performance.md.
+        max_tokens_per_micro_batch (`int`, *optional*):
+            Most tokens in a micro-batch, with padding: long completions get smaller ones, which bounds memory. By
+            default only `per_device_train_batch_size` does. Needs `plan_micro_batches`. See docs/performance.md.
+        skip_inert_rows (`bool`, *optional*, defaults to `True`):
+            Whether to leave out the computation of completions at rest, whose gradient is 0. The gradient is the same;
+            means over completions, such as `entropy`, lack them. See docs/performance.md.
 
     Raises:
         `ValueError`: a value is out of its range, fields exclude each other, or the objective does not read a field.
     """
 
-    max_sampling_rounds: Annotated[int, COUNT] = setting(
-        1, "Most rounds of generation per rollout: from 2, zero-variance groups are replaced, as in DAPO."
-    )
-    max_staleness: Annotated[int, COUNT_OR_ZERO] = setting(
-        0, "Earlier rollouts from which passes after the first draw groups, too: [`~rollout.replay`]."
-    )
-    prefetch_rollouts: Annotated[int, NONE_OR_ONE] = setting(
-        0, "Rollouts that a vLLM server generates while the policy trains, 0 or 1: completions are one rollout old."
-    )
-    rollouts: str | None = setting(
-        None, "Recorded rollouts to train on, in place of `train_dataset`: [`~data.rollouts.load_rollouts`]."
-    )
-    rollouts_model: str | None = setting(
-        None, "Model that sampled them: computes their log-probabilities, also in place of recorded ones."
-    )
-    save_rollouts: bool = setting(
-        False, "Whether to record all completions of training in the folder `rollouts` of `output_dir`."
-    )
-    max_completions: Annotated[int | None, COUNT] = setting(
-        None, "Number of completions to generate for training: the run ends with the first rollout that reaches it."
-    )
-    max_skipped_steps: Annotated[int, COUNT] = setting(
-        10, "Optimizer steps in a row with a non-finite gradient, which are skipped, that end the run."
-    )
-    plan_micro_batches: bool = setting(
-        True, "Whether to cut optimizer steps by the lengths of samples, evenly over processes."
-    )
-    max_tokens_per_micro_batch: Annotated[int | None, COUNT] = setting(
-        None, "Most tokens in a planned micro-batch, with padding: long samples get smaller ones."
-    )
-    skip_inert_rows: bool = setting(
-        True, "Whether to skip completions without a gradient; only some means leave them out, as `entropy`."
-    )
+    max_sampling_rounds: Annotated[int, COUNT] = 1
+    max_staleness: Annotated[int, COUNT_OR_ZERO] = 0
+    prefetch_rollouts: Annotated[int, NONE_OR_ONE] = 0
+    rollouts: str | None = None
+    rollouts_model: str | None = None
+    save_rollouts: bool = False
+    max_completions: Annotated[int | None, COUNT] = None
+    max_skipped_steps: Annotated[int, COUNT] = 10
+    plan_micro_batches: bool = True
+    max_tokens_per_micro_batch: Annotated[int | None, COUNT] = None
+    skip_inert_rows: bool = True
 
     def __post_init__(self):
-        words = {"true": "group", "yes": "group", "false": "none", "no": "none"}  # as command lines and recipes say it
-        self.scale_rewards = words.get(str(self.scale_rewards).lower(), self.scale_rewards)
+        scaling = str(self.scale_rewards).lower()
+        if scaling in ("true", "yes"):  # as command lines and recipes say it
+            self.scale_rewards = "group"
+        elif scaling in ("false", "no"):
+            self.scale_rewards = "none"
         check_fields(self)
-        by_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
-        follows = self.load_best_model_at_end or self.save_strategy == "best" or by_metric
-        if follows and self.metric_for_best_model is None:  # Transformers would take the loss, which says little
-            self.metric_for_best_model, self.greater_is_better = "reward", True
-        wanted = "'reward': the loss does not say how good the policy is"
-        is_loss = follows and self.metric_for_best_model in ("loss", "eval_loss") and not self.beta
-        require(not is_loss, "metric_for_best_model", self.metric_for_best_model, wanted)
+        self._choose_metric_for_best_model()
         super().__post_init__()
-        if by_metric:
+        if self._schedule_follows_metric:
             mode = {"mode": "max" if self.greater_is_better else "min"}
             self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
         if self.n_gpu > 1:  # a process that sees several devices: TRL would split the model over them
@@ -236,62 +318,95 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         self.check_objective()
         check_optim_args(self)
         self._check_generation()
+        self._check_rollouts()
+        self._check_updates()
+
+    @property
+    def _schedule_follows_metric(self) -> bool:
+        return self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+
+    def _choose_metric_for_best_model(self) -> None:
+        """Follow the reward where Transformers would follow the loss, which says little."""
+        is_followed = self.load_best_model_at_end or self.save_strategy == "best" or self._schedule_follows_metric
+        if is_followed and self.metric_for_best_model is None:
+            self.metric_for_best_model, self.greater_is_better = "reward", True
+        is_loss = self.metric_for_best_model in ("loss", "eval_loss") and not self.beta
+        allowed = "'reward': the loss does not say how good the policy is"
+        require(not (is_followed and is_loss), "metric_for_best_model", self.metric_for_best_model, allowed)
+
+    def _check_rollouts(self) -> None:
+        """Check the combinations of fields of rollouts and their reuse."""
         if self.max_staleness and (self.num_iterations == 1 or self.is_on_policy):
-            fix = f"2 or more, and `gradient_accumulation_steps` to at most {self.steps_per_generation}"
-            raise ValueError(f"max_staleness={self.max_staleness} replays nothing. Set `num_iterations` to {fix}.")
+            raise ValueError(
+                f"max_staleness={self.max_staleness} replays nothing. Set `num_iterations` to 2 or more, and "
+                f"`gradient_accumulation_steps` to at most {self.steps_per_generation}."
+            )
         if self.rollouts and (self.max_sampling_rounds > 1 or self.remove_unused_columns or self.use_vllm):
-            others = "`use_vllm`, `max_sampling_rounds` above 1, or `remove_unused_columns`. Remove these"
-            raise ValueError(f"rollouts={self.rollouts!r} cannot be combined with {others}.")
+            raise ValueError(
+                f"rollouts={self.rollouts!r} cannot be combined with `use_vllm`, `max_sampling_rounds` above 1, or "
+                "`remove_unused_columns`. Remove these."
+            )
         if self.prefetch_rollouts:
             has_server = self.use_vllm and self.vllm_mode == "server"
-            wanted = "0, or generate with `use_vllm` and `vllm_mode: server`"
-            require(has_server, "prefetch_rollouts", self.prefetch_rollouts, wanted)
-            more = self.max_sampling_rounds > 1 or self.rollouts is not None
-            wanted = "0: prompts of `max_sampling_rounds` above 1, and `rollouts`, are not known in advance"
-            require(not more, "prefetch_rollouts", self.prefetch_rollouts, wanted)
+            allowed = "0, or generate with `use_vllm` and `vllm_mode: server`"
+            require(has_server, "prefetch_rollouts", self.prefetch_rollouts, allowed)
+            knows_prompts = self.max_sampling_rounds == 1 and self.rollouts is None
+            allowed = "0: prompts of `max_sampling_rounds` above 1, and `rollouts`, are not known in advance"
+            require(knows_prompts, "prefetch_rollouts", self.prefetch_rollouts, allowed)
             # The log-ratio is to the policy that the server has sampled from, which leaves nothing to correct.
             self.vllm_importance_sampling_correction = False
-        wanted = "None without `rollouts`, whose log-probabilities it computes"
-        require(self.rollouts_model is None or bool(self.rollouts), "rollouts_model", self.rollouts_model, wanted)
-        wanted = f"None: optim={self.optim.value!r} takes a step in every backward pass"
-        is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)
-        require(not is_cut, "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, wanted)
-        for name in ("enable_jit_checkpoint", "ignore_data_skip"):
-            wanted = "False: it saves inside an optimizer step, or loses a rollout, so no run could be resumed exactly"
-            require(not getattr(self, name), name, True, wanted)
-        wanted = "False: the entropy bonus has a constant `entropy_coef`"
-        require(not self.use_adaptive_entropy, "use_adaptive_entropy", True, wanted)
+        has_rollouts = bool(self.rollouts) or self.rollouts_model is None
+        allowed = "None without `rollouts`, whose log-probabilities it computes"
+        require(has_rollouts, "rollouts_model", self.rollouts_model, allowed)
         for name, value in (("scale_rewards", "batch"), ("multi_objective_aggregation", "normalize_then_sum")):
-            wanted = "another value with `max_sampling_rounds`: it normalizes over groups that are replaced later"
-            require(self.max_sampling_rounds == 1 or getattr(self, name) != value, name, value, wanted)
+            fits = self.max_sampling_rounds == 1 or getattr(self, name) != value
+            allowed = "another value with `max_sampling_rounds`: it normalizes over groups that are replaced later"
+            require(fits, name, value, allowed)
 
-    def _check_generation(self):
+    def _check_updates(self) -> None:
+        """Check what would divide an optimizer step otherwise, or could not be resumed."""
+        optim: Any = self.optim
+        is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)
+        allowed = f"None: optim={optim.value!r} takes a step in every backward pass"
+        require(not is_cut, "max_tokens_per_micro_batch", self.max_tokens_per_micro_batch, allowed)
+        for name in ("enable_jit_checkpoint", "ignore_data_skip"):
+            allowed = (
+                "False: it saves inside an optimizer step, or loses a rollout, so no run could be resumed exactly"
+            )
+            require(not getattr(self, name), name, True, allowed)
+        allowed = "False: the entropy bonus has a constant `entropy_coef`"
+        require(not self.use_adaptive_entropy, "use_adaptive_entropy", True, allowed)
+
+    def _check_generation(self) -> None:
         """Check options of generation that would sample from another distribution than the policy's, or do nothing."""
         options: dict[str, Any] = cast(Any, self.generation_kwargs) or {}
-        needed: dict[str, Any] = {"temperature": self.temperature, "do_sample": True}
-        needed |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
-        needed |= dict.fromkeys(("num_beams", "guidance_scale", "num_return_sequences", "n"), 1)
-        for key, value in options.items():
-            fix = None
-            if key in needed and value not in (None, needed[key]):
-                fix = (
-                    f"must be {needed[key]!r}: `temperature` and `max_completion_length` say how to sample. Remove it"
-                )
-            elif key == "stop" and value and self.mask_truncated_completions:
-                fix = "ends completions that TRL then takes for truncated. Remove `mask_truncated_completions`"
-            elif key == "seed" and value is not None and self.use_vllm and self.vllm_mode == "colocate":
-                fix = "gives all completions of a prompt the same random numbers. Remove it"
-            elif not self.use_vllm and key not in vars(GenerationConfig()):
-                fix = "is not an option of GenerationConfig. Remove it"
-            if fix:
-                raise ValueError(f"generation_kwargs={options!r}: {key!r} {fix}.")
+        for name, value in options.items():
+            if fault := self._fault_of_generation(name, value):
+                raise ValueError(f"generation_kwargs={options!r}: {name!r} {fault}.")
         if options:  # `None` would open what another field has set, and Transformers takes no 2 for 2.0.
-            usual = GenerationConfig._get_default_generation_params()
-            self.generation_kwargs = {
-                key: float(value) if isinstance(value, int) and isinstance(usual.get(key), float) else value
-                for key, value in options.items()
-                if value is not None
-            }
+            defaults = GenerationConfig._get_default_generation_params()
+            self.generation_kwargs = {}
+            for name, value in options.items():
+                is_float = isinstance(defaults.get(name), float)
+                if value is not None:
+                    self.generation_kwargs[name] = float(value) if is_float and isinstance(value, int) else value
+
+    def _fault_of_generation(self, name: str, value: Any) -> str | None:
+        """What is wrong with an option of generation, and what to do; `None` if it is fine."""
+        required: dict[str, Any] = {"temperature": self.temperature, "do_sample": True}
+        required |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
+        required |= dict.fromkeys(("num_beams", "guidance_scale", "num_return_sequences", "n"), 1)
+        if name in required and value not in (None, required[name]):
+            return (
+                f"must be {required[name]!r}: `temperature` and `max_completion_length` say how to sample. Remove it"
+            )
+        if name == "stop" and value and self.mask_truncated_completions:
+            return "ends completions that TRL then takes for truncated. Remove `mask_truncated_completions`"
+        if name == "seed" and value is not None and self.use_vllm and self.vllm_mode == "colocate":
+            return "gives all completions of a prompt the same random numbers. Remove it"
+        if not self.use_vllm and name not in vars(GenerationConfig()):
+            return "is not an option of GenerationConfig. Remove it"
+        return None
 
     @property
     def micro_steps_per_rollout(self) -> int:

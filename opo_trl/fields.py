@@ -1,21 +1,37 @@
 """
-The definition of a configuration field: type, bound, default and help.
+The fields of a configuration: their help, their bounds, and the one place where their values are checked.
 
-    alpha: Annotated[float, FRACTION] = setting(0.4, "Escort exponent, in [0, 1]: …")
+    @documented
+    @dataclass
+    class Config:
+        \"\"\"
+        Parameters:
+            > Parameters that control the target
 
-The bound cannot be part of the field's metadata: `HfArgumentParser` passes all of it on to argparse.
+            alpha (`float`, *optional*, defaults to `0.4`):
+                Escort exponent, in `[0, 1]`.
+        \"\"\"
+
+        alpha: Annotated[float, FRACTION] = 0.4
+
+A docstring in TRL's style is the only description of a field: [`documented`] makes it the help of the command line.
+The bound cannot be part of a field's metadata, all of which `HfArgumentParser` passes on to argparse.
 """
 
 import functools
 import importlib
+import inspect
 import math
 import numbers
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, Field, dataclass, fields
+from types import MappingProxyType, NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 
 @dataclass(frozen=True)
@@ -45,10 +61,37 @@ _INHERITED = {
 }
 
 
-def setting(default: Any, text: str) -> Any:
-    """A field with its default, or a function that makes it anew each time, and its help on the command line."""
-    how: Any = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**how, metadata={"help": text})
+# Help
+
+
+def described(kind: type) -> dict[str, dict[str, str]]:
+    """Heading → field → description, as the docstring of a dataclass has them in TRL's style."""
+    headings: dict[str, dict[str, str]] = {}
+    name = ""
+    for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
+        if line.startswith("    > "):
+            of_heading = headings.setdefault(line.removeprefix("    > "), {})
+        elif item := re.match(r" {4}(\w+) \(`", line):
+            name = item[1]
+            of_heading[name] = ""
+        elif line.startswith(" " * 8):
+            of_heading[name] = f"{of_heading[name]} {line.strip()}".strip()
+    return headings
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def documented(kind: Kind) -> Kind:
+    """Give the fields of a dataclass, for the command line, the help that its docstring has."""
+    by_name: dict[str, Field] = {field.name: field for field in fields(kind)}
+    for of_heading in described(kind).values():
+        for name, text in of_heading.items():
+            by_name[name].metadata = MappingProxyType({"help": text.replace("%", "%%")})
+    return kind
+
+
+# Types, defaults and bounds
 
 
 def default(of: Field) -> Any:
@@ -56,81 +99,82 @@ def default(of: Field) -> Any:
     return of.default if of.default_factory is MISSING else of.default_factory()
 
 
+def defaults(kind: Any) -> dict[str, Any]:
+    """Field of a dataclass → its default."""
+    return {field.name: default(field) for field in fields(kind)}
+
+
 @functools.cache
 def hints(kind: Any) -> Mapping[str, Any]:
     """Field of a dataclass → its type, without its bound."""
-    found = get_type_hints(kind)
-    return {each.name: found[each.name] for each in fields(kind)}
+    types = get_type_hints(kind)
+    return {field.name: types[field.name] for field in fields(kind)}
 
 
 @functools.cache
 def _bounds(kind: Any) -> Mapping[str, Bound]:
-    own = {name: getattr(hint, "__metadata__", ()) for name, hint in get_type_hints(kind, include_extras=True).items()}
-    return {**_INHERITED, **{name: bounds[0] for name, bounds in own.items() if bounds}}
-
-
-def require(condition: bool, name: str, value: object, wanted: object) -> None:
-    """Unless a condition holds, raise a `ValueError` that names a field, its value and what to set it to."""
-    if not condition:
-        raise ValueError(_not_allowed(name, value, wanted))
-
-
-def _not_allowed(name: str, value: object, wanted: object) -> str:
-    return f"{name}={value!r} is not allowed. Set `{name}` to {wanted}."
-
-
-def load(name: str, path: str, wanted: str, example: str) -> Any:
-    """
-    Import what a field names by its dotted path, also from the current folder, and which can be called. `wanted` it
-    can be, and an `example`, are for the message of a `ValueError`.
-    """
-    module, _, attribute = path.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    fix = f"Set `{name}` to {wanted}, such as {example}"
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:
-        said = f"{name}={path!r} cannot be imported: {type(error).__name__}: {error}"
-        raise ValueError(f"{said}. {fix}.") from error
-    if not callable(found):
-        raise ValueError(f"{name}={path!r} cannot be called: it is a {type(found).__name__}. {fix}.")
-    return found
+    """Field of a dataclass → its bound, of those that have one."""
+    bounds = dict(_INHERITED)
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        if metadata := getattr(hint, "__metadata__", ()):
+            bounds[name] = metadata[0]
+    return bounds
 
 
 @functools.cache
-def _kinds(kind: Any) -> Mapping[str, tuple[type, bool]]:
+def _number_types(kind: Any) -> Mapping[str, tuple[type, bool]]:
     """Field → `float`, `int` or `bool`, and whether it may be `None`, of the fields that are nothing else."""
-    found = {}
+    number_types: dict[str, tuple[type, bool]] = {}
     for name, hint in hints(kind).items():
-        types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        only = next((each for each in (float, int, bool) if {each} == {*types} - {NoneType}), None)
-        if only is not None:
-            found[name] = only, NoneType in types
-    return found
+        is_union = get_origin(hint) in (Union, UnionType)
+        types = {*get_args(hint)} if is_union else {hint}
+        for number_type in (float, int, bool):
+            if types - {NoneType} == {number_type}:
+                number_types[name] = number_type, NoneType in types
+    return number_types
+
+
+# Checks
+
+
+def require(condition: bool, name: str, value: object, allowed: object) -> None:
+    """Unless a condition holds, raise a `ValueError` that names a field, its value and what to set it to."""
+    if not condition:
+        raise ValueError(not_allowed(name, value, allowed))
+
+
+def not_allowed(name: str, value: object, allowed: object) -> str:
+    """Message for a field, its value and what to set it to."""
+    return f"{name}={value!r} is not allowed. Set `{name}` to {allowed}."
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """Field → what is wrong with it by itself: the one place where a field is checked."""
-    found = {}
-    for name, hint in hints(kind).items():
-        value, bound = values.get(name), _bounds(kind).get(name)
-        words = get_args(hint) if get_origin(hint) is Literal else ()
-        of_kind, _ = _kinds(kind).get(name, (None, True))
-        if value is None:
-            continue
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if words and value not in words:
-            found[name] = _not_allowed(name, value, f"one of {', '.join(words)}")
-        elif bound and not (is_number and bound.holds(value)):
-            found[name] = _not_allowed(name, value, bound.text)
-        elif of_kind is int and not (is_number and float(value).is_integer()):
-            found[name] = _not_allowed(name, value, "an integer")
-        elif of_kind is float and not is_number:
-            found[name] = _not_allowed(name, value, "a number")
-        elif of_kind is bool and isinstance(value, str):  # "false" would be true
-            found[name] = _not_allowed(name, value, "true or false")
-    return found
+    """Field → what is wrong with its value by itself."""
+    problems = {}
+    for name in hints(kind):
+        value = values.get(name)
+        allowed = None if value is None else _what_is_allowed(kind, name, value)
+        if allowed is not None:
+            problems[name] = not_allowed(name, value, allowed)
+    return problems
+
+
+def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
+    """What a field has to be instead of this value; `None` if the value is fine."""
+    hint, bound = hints(kind)[name], _bounds(kind).get(name)
+    number_type, _ = _number_types(kind).get(name, (None, True))
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        return f"one of {', '.join(get_args(hint))}"
+    if bound and not (is_number and bound.holds(value)):
+        return bound.text
+    if number_type is int and not (is_number and float(value).is_integer()):
+        return "an integer"
+    if number_type is float and not is_number:
+        return "a number"
+    if number_type is bool and isinstance(value, str):  # "false" would be true
+        return "true or false"
+    return None
 
 
 def check_fields(arguments: Any) -> None:
@@ -139,15 +183,50 @@ def check_fields(arguments: Any) -> None:
     its field, and its default in place of a `None` that the field cannot have.
     """
     kind: Any = type(arguments)
-    if found := field_problems(kind, vars(arguments)):
-        raise ValueError("\n".join(found.values()))
-    usual = {each.name: default(each) for each in fields(kind)}
-    for name, (of_kind, may_be_none) in _kinds(kind).items():
+    if problems := field_problems(kind, vars(arguments)):
+        raise ValueError("\n".join(problems.values()))
+    usual = defaults(kind)
+    for name, (number_type, may_be_none) in _number_types(kind).items():
         value = getattr(arguments, name)
-        if of_kind is bool or (value is None and may_be_none):
+        if number_type is bool or (value is None and may_be_none):
             continue
         if value is None:
             setattr(arguments, name, usual[name])
         # The default of some fields of Transformers, each a fraction or a count, is an integer.
         elif type(value) is not type(usual[name]):
-            setattr(arguments, name, of_kind(value))
+            setattr(arguments, name, number_type(value))
+
+
+def mapping_of(name: str, value: Any) -> dict[str, Any] | None:
+    """
+    The value of a field that is a mapping, or its YAML as a command line has it.
+
+    Raises:
+        `ValueError`: it is neither a mapping nor `None`.
+    """
+    try:
+        mapping = yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError:
+        mapping = value
+    require(mapping is None or isinstance(mapping, dict), name, value, "a mapping, such as `{name: value}`")
+    return mapping
+
+
+def load(name: str, path: str, allowed: str, example: str) -> Any:
+    """
+    Import what a field names by its dotted path, also from the current folder, and which can be called.
+
+    Raises:
+        `ValueError`: it cannot be imported or called; the message says what is `allowed`, with an `example`.
+    """
+    module, _, attribute = path.rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    fix = f"Set `{name}` to {allowed}, such as {example}"
+    try:
+        imported = getattr(importlib.import_module(module), attribute)
+    except Exception as error:
+        raise ValueError(f"{name}={path!r} cannot be imported: {type(error).__name__}: {error}. {fix}.") from error
+    if not callable(imported):
+        raise ValueError(f"{name}={path!r} cannot be called: it is a {type(imported).__name__}. {fix}.")
+    return imported

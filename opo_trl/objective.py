@@ -389,14 +389,30 @@ class Objective:
 
     The targets here are the advantages; subclasses define `terms`. `args` is the configuration, whose fields are read
     when they are used.
+
+    A public attribute of a subclass with a type and a value, such as `clip: float = 0.4`, is an option: a recipe sets
+    it by `objective_options: {clip: 0.2}`. `self.clip` then has that value.
     """
 
     fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     reads_logps = False  # whether targets need `Groups.logps`
+    scales_each_pass = False  # whether `scale` is that of the samples of a pass, not of each sample's own rollout
 
     def __init__(self, args: Any):
         self.args = args
+        for name, value in self.options.items():
+            setattr(self, name, value)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Values of its options, as the configuration has them."""
+        return getattr(self.args, "objective_options", None) or {}
+
+    @property
+    def fields_off(self) -> dict[str, str]:
+        """Fields that have no effect by the value of another field → that field."""
+        return {}
 
     @property
     def ratio_form(self) -> RatioForm:
@@ -419,12 +435,16 @@ class Objective:
         return self.log_ratio_reduction
 
     def describe_objective(self) -> str:
-        """Line of a run's plan: the fields that it reads."""
-        fields = {name: getattr(self.args, name, None) for name in sorted({*self.fields, "beta"})}
-        said = [
-            f"{name} = {value}" for name, value in fields.items() if not (value in (None, "none") or value is False)
-        ]
-        return ", ".join([type(self).__name__, *said])
+        """Line of a run's plan: its options, and the fields that it reads."""
+        values = dict(self.options)
+        for name in sorted({*self.fields, "beta"}):
+            values[name] = getattr(self.args, name, None)
+        parts = [type(self).__name__]
+        for name, value in values.items():
+            is_off = value in (None, "none") or value is False
+            if not is_off:
+                parts.append(f"{name} = {value}")
+        return ", ".join(parts)
 
     def targets(self, groups: Groups) -> Targets:
         """Targets of complete groups: once per rollout, or when a group is scored."""

@@ -47,6 +47,7 @@ class GRPO(Objective):
     fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high", "delta"})
     reduction = "mean"
     takes_sampler_ratios = True  # as factors of the losses of tokens
+    scales_each_pass = True  # by the number of tokens of the completions that it trains on
 
     @property
     def level(self) -> str:
@@ -63,9 +64,16 @@ class GRPO(Objective):
         if samples.steering is not None:
             losses = torch.where(samples.steering, losses, 0.0)
         push = torch.where(samples.weights != 0, self.reduce(samples.sum(losses), samples), 0.0)
-        low, high = (samples.sum(outside.float()) / samples.length for outside in self.clipped(ratio, advantage))
-        never = torch.zeros_like(push, dtype=torch.bool)
-        return Loss(push, torch.zeros_like(push), samples.moved, never, samples.weights, low, high)
+        below, above = self.clipped(ratio, advantage)
+        return Loss(
+            work=push,
+            dissipation=torch.zeros_like(push),
+            log_ratio=samples.moved,
+            clamped=torch.zeros_like(push, dtype=torch.bool),
+            weights=samples.weights,
+            clipped_low=samples.sum(below.float()) / samples.length,
+            clipped_high=samples.sum(above.float()) / samples.length,
+        )
 
     def ratio(self, samples: Samples) -> Tensor:
         """The ratio π/π_k: of tokens, `[B, T]`, or of completions, `[B, 1]`."""
@@ -78,7 +86,8 @@ class GRPO(Objective):
     def range(self) -> tuple[float, float]:
         """Bounds within which the ratio has a gradient."""
         args = self.args
-        return 1 - args.epsilon, 1 + (args.epsilon if args.epsilon_high is None else args.epsilon_high)
+        above = args.epsilon if args.epsilon_high is None else args.epsilon_high
+        return 1 - args.epsilon, 1 + above
 
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
         """Loss of each ratio, before the sampler's importance weights."""
@@ -96,7 +105,10 @@ class GRPO(Objective):
         return total / samples.length if self.reduction == "mean" else total
 
     def scale(self, length: Tensor, valid: Tensor) -> Tensor:
-        return 1 / length.mean().clamp(min=1 / len(length)) if self.reduction == "sum" else torch.tensor(1.0)
+        if self.reduction != "sum":
+            return torch.tensor(1.0)
+        mean_length = length.mean().clamp(min=1 / len(length))  # as of one token in all
+        return 1 / mean_length
 
     def kl(self, reference_logps: Tensor, samples: Samples, *, corrected: bool) -> Tensor:
         return samples.kl(reference_logps, self.ratio(samples) if corrected else None)
@@ -135,7 +147,9 @@ class CISPO(GRPO):
         return 0.0, args.epsilon if args.epsilon_high is None else args.epsilon_high
 
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
-        return -ratio.detach().clamp(max=self.range[1]) * advantage * samples.token_log_ratios
+        _, highest = self.range
+        weight = ratio.detach().clamp(max=highest)
+        return -weight * advantage * samples.token_log_ratios
 
 
 class SAPO(GRPO):
@@ -147,7 +161,8 @@ class SAPO(GRPO):
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
         args = self.args
         temperature = torch.where(advantage > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
-        return -torch.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+        gate = torch.sigmoid(temperature * (ratio - 1))
+        return -gate * 4 / temperature * advantage
 
 
 class VESPO(GRPO):
@@ -163,17 +178,21 @@ class VESPO(GRPO):
     def gamma(self, samples: Samples) -> Tensor:
         """The weight t^k·exp(λ(1 − t)) of each completion, `[B]`."""
         args, lowest = self.args, math.log(1e-8)
-        moved = samples.sum(samples.token_log_ratios.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP))
+        log_t = samples.sum(samples.token_log_ratios.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP))
         if samples.sampler_ratios is not None:
-            log = samples.sampler_ratios.log().clamp(lowest, SEQUENCE_CLAMP)
-            moved = moved + (log.squeeze(1) if log.size(1) == 1 else samples.sum(log))
-        moved, is_right = moved.clamp(lowest, SEQUENCE_CLAMP), samples.target >= 0
+            log_weights = samples.sampler_ratios.log().clamp(lowest, SEQUENCE_CLAMP)
+            is_per_completion = log_weights.size(1) == 1
+            log_t = log_t + (log_weights.squeeze(1) if is_per_completion else samples.sum(log_weights))
+        log_t = log_t.clamp(lowest, SEQUENCE_CLAMP)
+        is_right = samples.target >= 0
         k = torch.where(is_right, args.vespo_k_pos, args.vespo_k_neg)
         decay = torch.where(is_right, args.vespo_lambda_pos, args.vespo_lambda_neg).clamp(min=1e-4)
-        return (decay + k * moved - decay * moved.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        log_gamma = decay + k * log_t - decay * log_t.exp()
+        return log_gamma.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
-        return -samples.spread(self.gamma(samples)) * advantage * samples.token_log_ratios
+        weight = samples.spread(self.gamma(samples))
+        return -weight * advantage * samples.token_log_ratios
 
 
 class TOPR(Objective):
@@ -194,23 +213,36 @@ class TOPR(Objective):
         }
     )
 
+    @property
+    def fields_off(self) -> dict[str, str]:
+        push = self.args.push
+        of_escort_weights = () if push == "escort" else ("alpha", "escort_temperature")
+        of_advantages = ("scale_rewards", "multi_objective_aggregation") if push == "reward" else ()
+        return dict.fromkeys((*of_escort_weights, *of_advantages), "push")
+
     def targets(self, groups: Groups) -> Targets:
         args = self.args
         if args.push == "reward" and not groups.has_rewards:
             fix = "Return them from `_generate_and_score_completions`, `[B, number of reward functions]`"
             raise ValueError(f"The rollout has no `rewards_per_func`, which push='reward' needs. {fix}.")
-        # Advantages are centred, but rounding may leave something in a group of equal rewards.
-        given = groups.rewards if args.push == "reward" else groups.advantages
-        if args.push == "escort":
+        if args.push == "reward":
+            push = groups.rewards
+        elif args.push == "advantage":
+            push = groups.advantages
+        else:
             temperature = args.escort_temperature
-            given = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
-        drive, _ = project(given, **groups.rows)
+            push = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
+        # Advantages are centred, but rounding may leave something in a group of equal rewards.
+        drive, _ = project(push, **groups.rows)
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:
-        ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP).exp()
-        right, wrong = (ratio.clamp(*bounds) for bounds in (self.args.positive_bounds, self.args.negative_bounds))
-        return torch.where(samples.weights != 0, samples.weights * torch.where(samples.target > 0, right, wrong), 0.0)
+        log_ratio = self.reduce(samples.moved, samples)
+        ratio = log_ratio.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP).exp()
+        pushed_up = ratio.clamp(*self.args.positive_bounds)
+        pushed_down = ratio.clamp(*self.args.negative_bounds)
+        bounded = torch.where(samples.target > 0, pushed_up, pushed_down)
+        return torch.where(samples.weights != 0, samples.weights * bounded, 0.0)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         push, _ = loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form="log", weights=weights)
@@ -236,7 +268,7 @@ def objective_named(name: str) -> type[Objective]:
     """The objective of a word of [`OBJECTIVES`], or of the dotted path of a class. `ValueError` if there is none."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
-    wanted = f"one of {', '.join(OBJECTIVES)}, or the dotted path of a subclass of `opo_trl.objective.Objective`"
-    found = load("objective", name, wanted, "my_module.Mine")
-    require(isinstance(found, type) and issubclass(found, Objective), "objective", name, wanted)
-    return found
+    allowed = f"one of {', '.join(OBJECTIVES)}, or the dotted path of a subclass of `opo_trl.objective.Objective`"
+    kind = load("objective", name, allowed, "my_module.Mine")
+    require(isinstance(kind, type) and issubclass(kind, Objective), "objective", name, allowed)
+    return kind

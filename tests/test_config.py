@@ -6,21 +6,25 @@ until it is implemented with a test, rejected, or listed as one that does not af
 """
 
 import dataclasses
+import inspect
 import json
 import math
 import re
+from pathlib import Path
 from typing import get_type_hints
 
 import numpy
 import pytest
 from transformers import TrainingArguments
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig, ScriptArguments, TrlParser
 
 from opo_trl import OPOConfig
 from opo_trl.command.arguments import OPOScriptArguments
-from opo_trl.fields import default, field_problems
+from opo_trl.fields import default, described, field_problems, hints
 from opo_trl.objectives import OBJECTIVES
 
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Fields whose effect on the loss the tests of the trainer, and of parity with TRL, show.
 OF_THE_LOSS = """
@@ -93,18 +97,38 @@ def test_defaults_that_depend_on_other_fields(config):
         assert made.objective == "opo"
 
 
+OURS = [(OPOConfig, GRPOConfig), (OPOScriptArguments, ScriptArguments)]
+
+
+@pytest.mark.parametrize(("kind", "of_trl"), OURS)
+def test_docstring_describes_every_field_of_ours_with_its_default(kind, of_trl):
+    """The default in words where it depends on other fields; and each names its page."""
+    texts = {name: text for of_heading in described(kind).values() for name, text in of_heading.items()}
+    ours = hints(kind).keys() - hints(of_trl).keys()
+    assert texts.keys() - {"loss_type"} == ours  # which has another meaning here
+    docstring = inspect.getdoc(kind)
+    for field in dataclasses.fields(kind):
+        if field.name in texts:
+            assert field.metadata["help"] == texts[field.name].replace("%", "%%")
+            page = re.search(r" See (docs/\S+\.md)\.$", texts[field.name])[1]
+            assert (ROOT / page).is_file()
+            usual = default(field)
+            shown = json.dumps(usual) if isinstance(usual, str) else repr(usual)
+            has_default = "" if usual is None else f", defaults to `{shown}`"
+            assert re.search(rf"^    {field.name} \(`.*`, \*optional\*{re.escape(has_default)}\):$", docstring, re.M)
+
+
 @pytest.mark.parametrize("kind", [OPOConfig, OPOScriptArguments])
-def test_every_field_of_ours_is_documented_and_its_bound_holds(kind):
+def test_bound_of_every_field_holds(kind):
     fields = {field.name: field for field in dataclasses.fields(kind)}
     if kind is not OPOScriptArguments:
         kind("…", use_cpu=True, bf16=False)
     for name, annotation in get_type_hints(kind, include_extras=True).items():
         bounds = getattr(annotation, "__metadata__", ())
         if name in fields and bounds:
-            assert fields[name].metadata["help"]
             for value in (math.nan, -1, math.inf, True, "1"):
-                found = field_problems(kind, {name: value})[name]
-                assert found == f"{name}={value!r} is not allowed. Set `{name}` to {bounds[0].text}."
+                problem = field_problems(kind, {name: value})[name]
+                assert problem == f"{name}={value!r} is not allowed. Set `{name}` to {bounds[0].text}."
             assert not field_problems(kind, {name: default(fields[name])})
 
 

@@ -16,6 +16,7 @@ ROOMS = (
     "trl",
     "objective",
     "objectives",
+    "options",
     "checks",
     "rewards",
     "data",

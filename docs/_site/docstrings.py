@@ -2,11 +2,9 @@
 Griffe extension: renders TRL-style docstrings as Markdown.
 
 Sections become headings, `name (`type`): …` becomes a list item, and [`Name`] a link to that object, or plain code if
-the reference does not show it. A configuration's fields come from their definitions, `name: Annotated[type, …] =
-setting(default, help)`, unless its docstring describes them.
+the reference does not show it.
 """
 
-import ast
 import re
 import textwrap
 from collections import defaultdict
@@ -29,8 +27,7 @@ class Docstrings(griffe.Extension):
             for name in (thing.name, thing.path.removeprefix(f"{pkg.name}.")):
                 paths[name].add(thing.path)
         for thing in described:
-            text = thing.docstring.value + (fields(thing) if thing.is_class else "")
-            thing.docstring.value = to_markdown(text, paths, f"{thing.module.path}.")
+            thing.docstring.value = to_markdown(thing.docstring.value, paths, f"{thing.module.path}.")
 
 
 def _objects(thing: griffe.Object):
@@ -38,24 +35,6 @@ def _objects(thing: griffe.Object):
     for member in thing.members.values():
         if not member.is_alias:
             yield from _objects(member)
-
-
-def fields(kind: griffe.Class) -> str:
-    """A section of a docstring for the fields that only their definitions describe."""
-    items = []
-    for name, member in kind.members.items():
-        definition = str(getattr(member, "value", None))
-        if not definition.startswith("setting(") or re.search(rf"\b{name} \(`", kind.docstring.value):
-            continue
-        default, text = ast.parse(definition, mode="eval").body.args
-        hint = ast.parse(str(member.annotation), mode="eval").body
-        if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "Annotated":
-            hint = hint.slice.elts[0]
-        optional = "" if ast.unparse(default) == "None" else f", defaults to `{ast.unparse(default)}`"
-        shown = ast.unparse(hint).removesuffix(" | None")
-        said = text.value if isinstance(text, ast.Constant) else ast.unparse(text)[2:-1]  # an f-string
-        items.append(f"    {name} (`{shown}`, *optional*{optional}):\n        {said}")
-    return "\n\nParameters:\n" + "\n".join(items) if items else ""
 
 
 def to_markdown(docstring: str, paths: dict[str, set[str]], module: str) -> str:

@@ -3,108 +3,159 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import yaml
 from trl import ScriptArguments
 
 from ..data import INSTRUCTION, gym
 from ..evaluate import Decoding
-from ..fields import COUNT, COUNT_OR_ZERO, PART, POSITIVE, SHARE, check_fields, setting
+from ..fields import COUNT, COUNT_OR_ZERO, PART, POSITIVE, SHARE, check_fields, documented, mapping_of
 
 
 _Style = Literal["chat", "plain", "dataset"]
 
 
+@documented
 @dataclass
 class OPOScriptArguments(ScriptArguments):
-    """
+    r"""
     Arguments of the training script, in addition to those of [`OPOConfig`] and [`~trl.ModelConfig`].
 
     Those of TRL's script for GRPO, but for `datasets`, are among them, so that its recipes also train here.
+
+    Parameters:
+        > Parameters that control rewards, tools and environments
+
+        reward_funcs (`list[str]`, *optional*):
+            Reward functions, by name (`accuracy_reward`, `gym_reward`, …) or dotted import path. The first says what
+            is correct. By default `gym_reward` for reasoning-gym, none with a reward model or an environment, and else
+            `accuracy_reward`. See docs/rewards.md.
+        reward_model_name_or_path (`str`, *optional*):
+            Reward model to add to the reward functions, as the last one; its weight is the first of `reward_weights`,
+            as in TRL. See docs/rewards.md.
+        overlong_cache (`int`, *optional*):
+            Number of tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1.
+            Needed with that reward, and only with it. See docs/methods/baselines.md.
+        tools (`list[str]`, *optional*):
+            Functions that the model can call, by dotted import path, each with a docstring and type hints. See
+            docs/environments.md.
+        environment_factory (`str`, *optional*):
+            Dotted import path of a class, or function, that makes environments, whose public methods the model can
+            call. See docs/environments.md.
+        reward_workers (`int`, *optional*, defaults to `4`):
+            Processes per node that run `accuracy_reward` or `gym_reward`, so that what a model writes cannot take the
+            run down; 0 runs them in the training processes. Four by default, as parsing may take seconds. See
+            docs/rewards.md.
+        reward_timeout (`float`, *optional*, defaults to `30.0`):
+            Seconds that a worker has to score one completion, positive. After that the completion is unscored, not
+            wrong. The default is above the 5 seconds of processor time that a comparison may take. See
+            docs/rewards.md.
+        reward_memory (`int`, *optional*, defaults to `2048`):
+            Memory that a worker can allocate to score one completion, in MiB, at least 512. The default leaves room
+            for the libraries that compare formulas. See docs/rewards.md.
+
+        > Parameters that control data and prompts
+
+        columns (`dict` or `str`, *optional*):
+            Our column → the dataset's, such as `{problem: question, solution: answer}`. Usual names are recognized by
+            default. See docs/tasks.md.
+        dataset_settings (`dict` or `str`, *optional*):
+            Settings of a task of reasoning-gym, such as `{size: 5000, min_numbers: 3}`. By default those of the task.
+            See docs/tasks.md.
+        levels (`list[str]`, *optional*):
+            Levels of the training problems; by default all. Those of reasoning-gym's curricula begin at 0. See
+            docs/tasks.md.
+        fraction (`float`, *optional*, defaults to `1.0`):
+            Share of these problems to train on, in `(0, 1]`. By default all. See docs/tasks.md.
+        subset_seed (`int`, *optional*, defaults to `42`):
+            Seed, 0 or more, that selects the problems to train on, to hold out, to validate on and to report. Not
+            `seed`, so that runs with several seeds have the same problems. See docs/tasks.md.
+        test_fraction (`float`, *optional*):
+            Share of the problems to hold out, in `(0, 1)`, in place of `dataset_test_split`. By default a fifth of a
+            single file, which has no other split. See docs/tasks.md.
+        prompt_style (`str`, *optional*):
+            What the model is asked: `chat`, a message of problem and `instruction`; `plain`, the problem alone; or
+            `dataset`, the column `prompt` as it is, which is the default where that exists. See docs/tasks.md.
+        instruction (`str`, *optional*):
+            What follows the problem in a chat prompt. By default it says in which form the reward reads answers. See
+            docs/tasks.md.
+        max_prompt_length (`int`, *optional*):
+            Most tokens of a prompt, without descriptions of tools; prompts with more are dropped and counted. By
+            default all are trained on. See docs/tasks.md.
+
+        > Parameters that control evaluation and the report
+
+        validation_levels (`list[str]`, *optional*):
+            Levels of the held-out problems to solve every `validation_steps`, and for `eval_strategy`. By default all.
+            See docs/report.md.
+        validation_size (`int`, *optional*, defaults to `100`):
+            Number of these problems. With 100, a 95 % interval is at most ± 10 points. See docs/report.md.
+        validation_steps (`int`, *optional*):
+            Optimizer steps between validations. By default there is none, as each one generates. See docs/report.md.
+        validation_decoding (`str`, *optional*, defaults to `"sampled"`):
+            How the validation decodes: `sampled`, as in training, or `greedy`. See docs/report.md.
+        report_levels (`list[str]`, *optional*):
+            Levels to report the accuracy on, before and after training: `[all]` together, `[]` none. By default those
+            that are trained on. See docs/tasks.md.
+        report_size (`int`, *optional*, defaults to `500`):
+            Most held-out problems per reported level. With 500, a 95 % interval is at most ± 5 points. See
+            docs/tasks.md.
+        report_samples (`int`, *optional*, defaults to `1`):
+            Completions to sample for each reported problem; more narrow the interval of the sampled accuracy. See
+            docs/report.md.
+
+        > Parameters that control the run
+
+        overwrite (`bool`, *optional*, defaults to `False`):
+            Whether to move an earlier run in `output_dir` aside, to a folder with the ending `-2`, `-3` … By default
+            such a run is an error, so that none is lost. See docs/quickstart.md.
+        accelerate_config (`str`, *optional*):
+            Configuration of accelerate to launch with: a file, relative to here or to the recipe, or the name of one
+            of TRL's. By default accelerate's own. See docs/execution.md.
+        trainer (`str`, *optional*, defaults to `"opo"`):
+            Always `opo`; `objective` names the loss. See docs/objectives.md.
+
+    Raises:
+        `ValueError`: a value is out of its range or of another type.
     """
 
-    trainer: str = setting("opo", "`opo`, the only one.")
-    reward_funcs: list[str] | None = setting(
-        None,
-        "Reward functions, by name ([`~launch.rewards`]) or dotted import path. The first says what is correct. By "
-        "default `gym_reward` for reasoning-gym, none with a reward model or environment, else `accuracy_reward`.",
-    )
-    reward_model_name_or_path: str | None = setting(
-        None, "Reward model to add to the reward functions, as the last one; its weight is the first, as in TRL."
-    )
-    overlong_cache: Annotated[int | None, COUNT] = setting(
-        None, "Tokens before `max_completion_length` over which `soft_overlong_punishment` falls from 0 to -1."
-    )
-    tools: list[str] | None = setting(
-        None, "Functions that the model can call, by dotted import path, each with a docstring and type hints."
-    )
-    environment_factory: str | None = setting(
-        None, "Dotted import path of what makes environments, whose public methods the model can call."
-    )
-    reward_workers: Annotated[int, COUNT_OR_ZERO] = setting(
-        4, "Processes per node that run `accuracy_reward` or `gym_reward`; 0: in the training processes."
-    )
-    reward_timeout: Annotated[float, POSITIVE] = setting(
-        30.0, "Seconds a worker has to score one completion. After that the completion is unscored, not wrong."
-    )
-    reward_memory: Annotated[int, COUNT] = setting(
-        2048, "Memory a worker can allocate to score one completion, in MiB, at least 512."
-    )
-    test_fraction: Annotated[float | None, PART] = setting(
-        None, "Share of problems to hold out, in place of `dataset_test_split`; a fifth of a single file."
-    )
-    columns: dict | str | None = setting(
-        None, "Our column → the dataset's, such as `{problem: question, solution: answer}`; most are recognized."
-    )
-    dataset_settings: dict | str | None = setting(
-        None, "Settings of a task of reasoning-gym, such as `{size: 5000, min_numbers: 3}`."
-    )
-    levels: list[str] | None = setting(
-        None, "Levels of the training problems; by default all. Those of reasoning-gym's curricula begin at 0."
-    )
-    fraction: Annotated[float, SHARE] = setting(1.0, "Fraction of these problems to train on, in (0, 1].")
-    subset_seed: Annotated[int, COUNT_OR_ZERO] = setting(
-        42, "Seed that selects the problems to train on, and those for validation and report."
-    )
-    prompt_style: _Style | None = setting(
-        None, "`chat` (with `instruction`), `plain` (the problem alone) or `dataset` (its own column `prompt`)."
-    )
-    instruction: str | None = setting(
-        None, "What follows the problem in a chat prompt; by default, in which form the reward reads answers."
-    )
-    max_prompt_length: Annotated[int | None, COUNT] = setting(
-        None, "Maximum tokens of a prompt, without descriptions of tools; longer ones are dropped and counted."
-    )
-    validation_levels: list[str] | None = setting(
-        None, "Levels of the test problems to solve every `validation_steps`, and for `eval_strategy`."
-    )
-    validation_size: Annotated[int, COUNT] = setting(100, "Number of these problems.")
-    validation_steps: Annotated[int | None, COUNT] = setting(
-        None, "Optimizer steps between validations; by default there is none."
-    )
-    validation_decoding: Decoding = setting("sampled", "Decoding of the validation.")
-    report_levels: list[str] | None = setting(
-        None, "Levels to report accuracy on before and after; `[all]` together, `[]` none; default: trained ones."
-    )
-    report_size: Annotated[int, COUNT] = setting(500, "Number of test problems per reported level.")
-    report_samples: Annotated[int, COUNT] = setting(1, "Completions to sample per reported problem.")
-    overwrite: bool = setting(
-        False, "Whether to move an earlier run in `output_dir` aside, to a folder with the ending `-2`, `-3` …"
-    )
-    accelerate_config: str | None = setting(
-        None, "Accelerate configuration to launch with: a file, from here or the recipe, or a name of TRL's."
-    )
+    trainer: str = "opo"
+    reward_funcs: list[str] | None = None
+    reward_model_name_or_path: str | None = None
+    overlong_cache: Annotated[int | None, COUNT] = None
+    tools: list[str] | None = None
+    environment_factory: str | None = None
+    reward_workers: Annotated[int, COUNT_OR_ZERO] = 4
+    reward_timeout: Annotated[float, POSITIVE] = 30.0
+    reward_memory: Annotated[int, COUNT] = 2048
+    test_fraction: Annotated[float | None, PART] = None
+    columns: dict | str | None = None
+    dataset_settings: dict | str | None = None
+    levels: list[str] | None = None
+    fraction: Annotated[float, SHARE] = 1.0
+    subset_seed: Annotated[int, COUNT_OR_ZERO] = 42
+    prompt_style: _Style | None = None
+    instruction: str | None = None
+    max_prompt_length: Annotated[int | None, COUNT] = None
+    validation_levels: list[str] | None = None
+    validation_size: Annotated[int, COUNT] = 100
+    validation_steps: Annotated[int | None, COUNT] = None
+    validation_decoding: Decoding = "sampled"
+    report_levels: list[str] | None = None
+    report_size: Annotated[int, COUNT] = 500
+    report_samples: Annotated[int, COUNT] = 1
+    overwrite: bool = False
+    accelerate_config: str | None = None
 
     def __post_init__(self):
         check_fields(self)
         if self.dataset_streaming:  # of TRL's scripts
             raise ValueError("dataset_streaming=True has no effect: datasets are loaded completely. Remove it.")
-        for name in ("columns", "dataset_settings"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, yaml.safe_load(value))
-        drawn = str(self.dataset_name).startswith(gym.PREFIX)
+        self.columns = mapping_of("columns", self.columns)
+        self.dataset_settings = mapping_of("dataset_settings", self.dataset_settings)
+        is_gym = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:
-            default = "gym_reward" if drawn else "accuracy_reward"
-            self.reward_funcs = [] if self.reward_model_name_or_path or self.environment_factory else [default]
+            has_others = bool(self.reward_model_name_or_path or self.environment_factory)
+            default = "gym_reward" if is_gym else "accuracy_reward"
+            self.reward_funcs = [] if has_others else [default]
         if self.instruction is None:
-            in_tags = drawn and "accuracy_reward" not in self.reward_funcs  # which reads boxes
-            self.instruction = gym.INSTRUCTION if in_tags else INSTRUCTION
+            reads_boxes = "accuracy_reward" in self.reward_funcs
+            self.instruction = gym.INSTRUCTION if is_gym and not reads_boxes else INSTRUCTION

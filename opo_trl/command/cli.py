@@ -40,21 +40,9 @@ your own problems with answers:
 """
 
 
-# Commands of version 0.1, and what is done instead.
-_GONE = {
-    "env": "use `trl env`, and `opo-trl --version`.",
-    "figures": "trackers draw curves (`report_to: trackio`), and the page of `opo-trl report` small ones.",
-    "compare": "train a run per recipe and seed with `opo-trl train`, then `opo-trl report RUN RUN …`.",
-    "evaluate": "use lm-eval's own on the folder of the run, such as `lm_eval --model hf --model_args "
-    "pretrained=runs/x,dtype=float32 --tasks gsm8k --apply_chat_template`.",
-}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] and (said := _GONE.get(argv[0])):
-        return report_error(f"opo-trl {argv[0]}", ValueError(f"this command is gone: {said}"), debug=False)
     try:
         return _train(argv[1:]) if argv[:1] == ["train"] else _run(argv)
     except (ValueError, ImportError, OSError) as error:  # an error of the file system names the file

@@ -13,10 +13,11 @@ import difflib
 import functools
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import trl
@@ -29,29 +30,21 @@ from ..checks import secrets
 from ..config import OPOConfig
 from ..fields import field_problems, hints
 from .arguments import OPOScriptArguments
+from .help import help_text
 from .run_folder import same_completions
 
 
+Kind = TypeVar("Kind")
 _ARGUMENT_CLASSES: tuple[type, type, type] = (OPOScriptArguments, OPOConfig, ModelConfig)
-# Objectives that were trainers once, or are taken for one.
-_OBJECTIVES = {
-    "truncated_reinforce": "`objective: topr`, `positive_bounds: [0, 2]` and `negative_bounds: [0, 2]`",
-    "topr": "`objective: topr`",
-    "grpo": "`objective: grpo`, `gspo`, `dapo` or another loss of TRL's",
-}
-# Fields of Transformers 4, TRL's script and version 0.1 that recipes set, and what to do.
-_GONE = {
+# Fields of Transformers 4 and of TRL's script that recipes set, and what to do.
+_REPLACED = {
     "torch_dtype": "In Transformers 5 it is `dtype`.",
-    "overwrite_output_dir": "It is gone from Transformers 5: set `overwrite` to move an earlier run aside.",
+    "overwrite_output_dir": "Transformers 5 has none: set `overwrite` to move an earlier run aside.",
     "logging_dir": "In Transformers 5 it is a variable: set `env: {TENSORBOARD_LOGGING_DIR: folder}`.",
-    "datasets": "It is gone: write the mixture to one file, and set `dataset_name` to it.",
-    "test_split_size": "It is gone: set `test_fraction` to the share of problems to hold out.",
-    "max_reward_failure_rate": "It is gone: a run ends when half of a round cannot be scored. Remove it.",
-    "padding_free": "It is gone: planned micro-batches and shared prompts do its work. Remove it.",
-    "save_failure": "It is gone: a checkpoint that cannot be written ends the run. Remove it.",
-    "streaming": "It is gone: datasets are loaded completely. Remove it.",
-    "watches": "It is gone: a callback can set `control.should_training_stop` (docs/subclassing.md). Remove it.",
     "warmup_ratio": "In Transformers 5 it is `warmup_steps`, with a fraction of all steps in (0, 1).",
+    "datasets": "Write the mixture to one file, and set `dataset_name` to it.",
+    "test_split_size": "Set `test_fraction` to the share of problems to hold out.",
+    "streaming": "Datasets are loaded completely. Remove it.",
 }
 
 
@@ -59,8 +52,7 @@ class _Parser(TrlParser):
     """Raises a `ValueError` for a value of a wrong type."""
 
     def __init__(self):
-        usage = "opo-trl train [RECIPE] [--field value …] [--plan] [--debug]"
-        super().__init__(_ARGUMENT_CLASSES, prog="opo-trl train", usage=usage, allow_abbrev=False)
+        super().__init__(_ARGUMENT_CLASSES, prog="opo-trl train", allow_abbrev=False, add_help=False)
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument --(\w+)\S*: ", r"\1: ", message)
@@ -91,66 +83,112 @@ class Fields:
 
 def read(argv: Sequence[str]) -> Fields:
     """
-    Read a command line, `[RECIPE] --field value …`, and its recipe.
+    Read a command line, `[RECIPE] --field value …`, and its recipe. With `--help`, print that and exit.
 
     Raises:
         `ValueError`: a name is neither a field nor an option of `accelerate launch`, or a value has another type than
             its field or is out of its range; the message names all unknown names and values out of range.
     """
-    own_options = argparse.ArgumentParser("opo-trl train", add_help=False, allow_abbrev=False)
-    own_options.add_argument("--config")
-    own_options.add_argument("--trainer")
-    own_options.add_argument("--plan", action="store_true")
-    own_options.add_argument("--debug", nargs="?", const=True)  # with a value, it is Transformers' field
-    has_path = bool(argv) and not argv[0].startswith("-")
-    own, words = own_options.parse_known_args(["--config", *argv] if has_path else argv)
-    words += ["--debug", own.debug] if isinstance(own.debug, str) else []
+    options, words = _split_command_line(argv)
+    if options.help is not None:
+        print(help_text(of_others=options.help == "all"))
+        sys.exit()
+    recipe = {} if options.config is None else _read_file(options.config)
+    if options.trainer is not None:
+        recipe["trainer"] = options.trainer
+    _check_trainer(recipe.get("trainer") or "opo")
+    env = recipe.pop("env", None) or {}
+    if not isinstance(env, dict):
+        raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
 
-    recipe = {} if own.config is None else _read_file(own.config)
-    if own.trainer is not None:
-        recipe["trainer"] = own.trainer
-    trainer = recipe.get("trainer") or "opo"
-    if instead := _OBJECTIVES.get(trainer):
-        raise ValueError(f"trainer={trainer!r} is an objective of `trainer: opo` now. Set {instead} instead.")
+    types = _fields()
+    of_recipe = {name: value for name, value in recipe.items() if name in types}
+    others = {name: value for name, value in recipe.items() if name not in types}
+    launch_options = _launch_actions() if others else {}
+    launch = {name: value for name, value in others.items() if name in launch_options}
+    problems = [
+        f"{options.config!r} sets {name}={value}, but there is no such field. {_hint(name)}"
+        for name, value in others.items()
+        if name not in launch
+    ]
+    values, named, unknown = _parse_values(of_recipe, words)
+    problems += _problems_of_values(values, named)
+    problems += _problems_of_words(unknown)
+    if problems:
+        raise ValueError("\n".join(problems))
+    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], options.config)
+    return Fields(values, named, env, launch, unknown)
+
+
+def _split_command_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The command's own options, with the recipe's path as `config`, and the other words."""
+    parser = argparse.ArgumentParser("opo-trl train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    parser.add_argument("--trainer")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--debug", nargs="?", const=True)  # with a value, it is Transformers' field
+    parser.add_argument("--help", "-h", nargs="?", const="ours", choices=["ours", "all"])
+    has_path = bool(argv) and not argv[0].startswith("-")
+    options, words = parser.parse_known_args(["--config", *argv] if has_path else argv)
+    if isinstance(options.debug, str):
+        words += ["--debug", options.debug]
+    return options, words
+
+
+def _check_trainer(trainer: str) -> None:
+    """Check the field `trainer`, which has one value."""
     if trainer == "async_opo":
         raise ValueError(f"trainer={trainer!r} {WAITS_FOR_A_PORT}")
     if trainer != "opo":
         raise ValueError(f"trainer={trainer!r} does not exist. Set `trainer` to opo, or remove it.")
-    if not isinstance(env := recipe.pop("env", None) or {}, dict):
-        raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
 
-    parser, types = _Parser(), _fields()
-    others = {name: recipe.pop(name) for name in [*recipe] if name not in types}
-    launch = {name: value for name, value in others.items() if name in _launch_actions()} if others else {}
-    problems = [
-        f"{own.config!r} sets {name}={value}, but there is no such field. {_hint(name)}"
-        for name, value in others.items()
-        if name not in launch
-    ]
-    for name, value in reversed(recipe.items()):
+
+def _parse_values(recipe: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], set[str], list[str]]:
+    """
+    Give the values of a recipe, and of the words of a command line over it, the types of their fields.
+
+    Returns:
+        `tuple[dict[str, Any], set[str], list[str]]`: the values of all fields, the names of those that are set, and
+        the words that belong to no field.
+    """
+    parser = _Parser()
+    words_of_recipe: list[str] = []
+    for name, value in recipe.items():
         items = value if isinstance(value, list) else [value]
-        if items and all(isinstance(item, str) for item in items):
-            words = [f"--{name}={value}", *words] if isinstance(value, str) else [f"--{name}", *value, *words]
-        else:
+        is_text = bool(items) and all(isinstance(item, str) for item in items)
+        if not is_text:  # it has its type already, as within a mapping
             parser.set_defaults_with_config(**{name: value})
-    namespace, unknown = parser.parse_known_args(words)
-    values, options = vars(namespace), {word.split("=")[0] for word in words}
-    named = {action.dest for action in parser._actions if options & {*action.option_strings}} | recipe.keys()
-    found: dict[str, str] = {}
+        elif isinstance(value, list):
+            words_of_recipe += [f"--{name}", *value]
+        else:
+            words_of_recipe.append(f"--{name}={value}")
+    all_words = [*words_of_recipe, *words]
+    namespace, unknown = parser.parse_known_args(all_words)
+    options = {word.split("=")[0] for word in all_words}
+    named = {action.dest for action in parser._actions if options & {*action.option_strings}}
+    return vars(namespace), named | recipe.keys(), unknown
+
+
+def _problems_of_values(values: Mapping[str, Any], named: set[str]) -> list[str]:
+    """What is wrong with values by themselves, and adapters that no field turns on."""
+    problems: dict[str, str] = {}
     for kind in _ARGUMENT_CLASSES:
-        found |= field_problems(kind, values)
+        problems |= field_problems(kind, values)
     if "use_peft" not in named:  # a recipe that sets `use_peft: false` turns adapters off on purpose
-        adapters = [name for name in named if name.startswith("lora_") or name in ("use_dora", "use_rslora")]
-        found |= {name: f"{name}={values[name]!r} has no effect without `use_peft: true`." for name in adapters}
-    problems += found.values()
+        for name in named:
+            if name.startswith("lora_") or name in ("use_dora", "use_rslora"):
+                problems[name] = f"{name}={values[name]!r} has no effect without `use_peft: true`."
+    return [*problems.values()]
+
+
+def _problems_of_words(unknown: Sequence[str]) -> list[str]:
+    """Words of a command line that are neither a field nor an option of accelerate."""
+    problems = []
     for word in unknown:
         name = word.removeprefix("--").split("=")[0].replace("-", "_")
         if word.startswith("--") and name not in _launch_actions():
             problems.append(f"{word} is neither a field nor an option of `accelerate launch`. {_hint(name)}")
-    if problems:
-        raise ValueError("\n".join(problems))
-    values["accelerate_config"] = find_accelerate_config(values["accelerate_config"], own.config)
-    return Fields(values, named, env, launch, unknown)
+    return problems
 
 
 class _Loader(yaml.SafeLoader):
@@ -158,9 +196,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        names = [str(key.value) for key, _ in node.value]
-        if twice := [name for number, name in enumerate(names) if name in names[:number]]:
-            raise yaml.YAMLError(f"duplicate key {twice[0]!r}. Remove one.")
+        names: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in names:
+                raise yaml.YAMLError(f"duplicate key {name!r}. Remove one.")
+            names.add(name)
         return node
 
 
@@ -185,7 +226,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"config={str(path)!r} has no `field: value` lines. Write one field per line.")
     fields = {}
     for (name, as_text), value in zip(written.items(), typed.values(), strict=True):
-        has_types = isinstance(value[0] if isinstance(value, list) and value else value, dict | None)
+        first = value[0] if isinstance(value, list) and value else value
+        has_types = isinstance(first, dict | None)
         fields[name] = value if has_types and name != "env" else as_text
     return fields
 
@@ -206,8 +248,8 @@ def launch_words(options: Mapping[str, Any]) -> list[str]:
 
 def _hint(name: str) -> str:
     """What to do about a name that is not a field."""
-    if name in _GONE:
-        return _GONE[name]
+    if name in _REPLACED:
+        return _REPLACED[name]
     near = difflib.get_close_matches(name, {*_fields(), *_launch_actions()}, n=1)
     return f"Did you mean `{near[0]}`?" if near else "Remove it."
 
@@ -228,20 +270,26 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
     The arguments that a command line asks for, script, trainer and model, and the recipe with its fields merged in.
     Sets the recipe's environment variables.
     """
-    given = read(argv)
-    if given.unknown:
-        raise ValueError(f"{' '.join(given.unknown)} belongs to no field. Options of accelerate go to the launcher.")
-    set_variables(given.env)
-    values = copy.deepcopy(given.values)  # what a library changes in a mapping is not what the recipe said
+    recipe = read(argv)
+    if recipe.unknown:
+        raise ValueError(f"{' '.join(recipe.unknown)} belongs to no field. Options of accelerate go to the launcher.")
+    set_variables(recipe.env)
+    values = copy.deepcopy(recipe.values)  # what a library changes in a mapping is not what the recipe said
     if secrets.lost(values.get("hub_token")):  # a run's `recipe.yaml` lacks it, and the Hub uses a login instead
         values["hub_token"] = None
-    if "use_cpu" not in given.named and not torch.accelerator.is_available():
+    if "use_cpu" not in recipe.named and not torch.accelerator.is_available():
         values["use_cpu"] = True  # Transformers would only say that this has to be set
-    values |= same_completions(values, given.as_stored)
-    script, args, model_config = (
-        kind(**{field.name: values[field.name] for field in fields(kind) if field.init}) for kind in _ARGUMENT_CLASSES
-    )
-    return script, args, model_config, given.as_stored
+    values |= same_completions(values, recipe.as_stored)
+    script = _made(OPOScriptArguments, values)
+    args = _made(OPOConfig, values)
+    model_config = _made(ModelConfig, values)
+    return script, args, model_config, recipe.as_stored
+
+
+def _made(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    """A dataclass of arguments with the values of its fields, among those of others."""
+    names = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    return kind(**{name: values[name] for name in names})
 
 
 def set_variables(env: Mapping[str, str]) -> None:
