@@ -36,17 +36,33 @@ class Task:
     worked: Sequence[Numbers]
 
 
+def _draw_summands(rng: random.Random) -> Numbers:
+    return rng.randint(10, 99), rng.randint(10, 99)
+
+
+def _ask_for_sum(numbers: Numbers) -> str:
+    left, right = numbers
+    return f"{left} + {right} ="
+
+
+def _draw_four(rng: random.Random) -> Numbers:
+    # Numbers of one to three digits, so that often more than one is long.
+    numbers = []
+    for _ in range(4):
+        digits = rng.randint(1, 3)
+        numbers.append(rng.randint(1, 10**digits - 1))
+    return tuple(numbers)
+
+
+def _ask_for_largest(numbers: Numbers) -> str:
+    return f"largest of {', '.join(map(str, numbers))}:"
+
+
 LEVELS = {
-    "addition": Task(
-        draw=lambda rng: (rng.randint(10, 99), rng.randint(10, 99)),
-        ask=lambda numbers: "{} + {} =".format(*numbers),
-        answer=sum,
-        worked=((31, 46), (58, 27), (64, 73)),
-    ),
+    "addition": Task(_draw_summands, _ask_for_sum, answer=sum, worked=((31, 46), (58, 27), (64, 73))),
     "largest": Task(
-        # Numbers of one to three digits, so that often more than one is long.
-        draw=lambda rng: tuple(rng.randint(1, 10 ** rng.randint(1, 3) - 1) for _ in range(4)),
-        ask=lambda numbers: f"largest of {', '.join(map(str, numbers))}:",
+        _draw_four,
+        _ask_for_largest,
         answer=max,
         worked=((52, 418, 7, 96), (640, 31, 255, 604), (19, 8, 73, 45)),
     ),
@@ -67,11 +83,12 @@ def make_problems(
         if level not in LEVELS:
             raise ValueError(f"levels: {level!r} does not exist. Choose from {[*LEVELS]}.")
         task = LEVELS[level]
-        worked = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
-        shown = {_key(numbers) for numbers in task.worked}
-        for numbers in draw_split(split, level, task.draw, _key, sizes=sizes, seed=SEED, besides=shown):
-            solution = str(task.answer(numbers))
-            rows.append({"problem": worked + task.ask(numbers), "level": level, "solution": solution})
+        worked_lines = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
+        keys_of_worked = set(map(_key, task.worked))
+        problems = draw_split(split, level, task.draw, _key, sizes=sizes, seed=SEED, besides=keys_of_worked)
+        for numbers in problems:
+            row = {"problem": worked_lines + task.ask(numbers), "level": level, "solution": str(task.answer(numbers))}
+            rows.append(row)
     return rows
 
 
@@ -85,5 +102,8 @@ def first_line_reward(completions: Sequence[Completion], solution: list[str], **
 
     What follows the line is not read: a language model goes on with problems of its own.
     """
-    pairs = zip(completions, solution, strict=True)
-    return [float(text_of(completion).partition("\n")[0].strip() == right) for completion, right in pairs]
+    rewards = []
+    for completion, right in zip(completions, solution, strict=True):
+        line, _, _ = text_of(completion).partition("\n")
+        rewards.append(float(line.strip() == right))
+    return rewards

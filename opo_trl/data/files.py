@@ -39,20 +39,26 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
             split only.
     """
     name = os.path.expanduser(dataset_name)
-    files = [Path(name), *(Path(name, f"{split}{ending}") for ending in _ENDINGS)]
-    if file := next((file for file in files if is_single_file(str(file))), None):
-        return _read(file)
-    if name.endswith(_ENDINGS) or any(Path(name, f"train{ending}").is_file() for ending in _ENDINGS):
+    folder = Path(name)
+    for file in (name, *(str(folder / f"{split}{ending}") for ending in _ENDINGS)):
+        if is_single_file(file):
+            return _read(Path(file))
+    has_training_file = any((folder / f"train{ending}").is_file() for ending in _ENDINGS)
+    if has_training_file or name.endswith(_ENDINGS):
         raise ValueError(f"dataset_name={name!r} does not exist, or is a folder without a file for {split=}.")
-    if Path(name).is_file():
-        fix = "Load it in a script of yours, and write its rows as JSON lines, to a file that ends in .jsonl"
-        raise ValueError(f"dataset_name={name!r} is a kind of file that is not read. {fix}.")
-    if not _saved(Path(name)):
+    if folder.is_file():
+        raise ValueError(
+            f"dataset_name={name!r} is a kind of file that is not read. "
+            "Load it in a script of yours, and write its rows as JSON lines, to a file that ends in .jsonl."
+        )
+    if not _is_saved(folder):
         return load_dataset(name, dataset_config, split=split)
     saved = load_from_disk(name)
-    if not isinstance(saved, Dataset) and split not in saved:
+    if isinstance(saved, Dataset):
+        return saved
+    if split not in saved:
         raise ValueError(f"dataset_name={name!r} has no {split=}, but {', '.join(saved)}.")
-    return saved if isinstance(saved, Dataset) else saved[split]
+    return saved[split]
 
 
 def is_single_file(dataset_name: str) -> bool:
@@ -65,12 +71,14 @@ def files_of(folder: Path) -> list[Path]:
     The JSON lines and parquet files in a local folder, in order; none if it has a split `train`, or is the `datasets`
     library's.
     """
-    if _saved(folder) or any(folder.glob("train.*")) or any(folder.glob("train-*-of-*")):
+    training_files = [*folder.glob("train.*"), *folder.glob("train-*-of-*")]
+    if training_files or _is_saved(folder):
         return []
-    return sorted(file for file in folder.glob("[!.]*") if file.name.endswith((".jsonl", ".jsonl.gz", ".parquet")))
+    endings = (".jsonl", ".jsonl.gz", ".parquet")
+    return sorted(file for file in folder.glob("[!.]*") if file.name.endswith(endings))
 
 
-def _saved(folder: Path) -> bool:
+def _is_saved(folder: Path) -> bool:
     """Whether a folder was made by `save_to_disk`."""
     return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
 
@@ -78,32 +86,44 @@ def _saved(folder: Path) -> bool:
 def _read(file: Path) -> Dataset:
     if file.suffix == ".parquet":
         return Dataset(ParquetFile(file).read())
-    content = (gzip.decompress if file.suffix == ".gz" else bytes)(file.read_bytes())
+    content = file.read_bytes()
+    if file.suffix == ".gz":
+        content = gzip.decompress(content)
     try:
-        text = content.decode("utf-8-sig")  # Windows writes a signature
-        rows = _table_rows(text, file.suffix) if file.suffix in (".csv", ".tsv") else _json_rows(text)
+        text = content.decode("utf-8-sig")  # Windows writes a signature.
+        is_table = file.suffix in (".csv", ".tsv")
+        rows = _table_rows(text, file.suffix) if is_table else _json_rows(text)
     except (ValueError, csv.Error) as error:
         raise ValueError(f"dataset_name='{file}' cannot be read: {error}.") from error
-    if odd := [(number, row) for number, row in enumerate(rows, 1) if not isinstance(row, Mapping)]:
-        number, row = odd[0]
-        fix = "Write an object with columns"
-        raise ValueError(f"dataset_name='{file}' cannot be read: row {number} is {row!r:.60}. {fix}.")
-    names = dict.fromkeys(name for row in rows for name in row)
-    return Dataset.from_dict({name: column([row.get(name) for row in rows]) for name in names})
+    names: dict[str, None] = {}  # in the order in which they come
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: row {number} is {row!r:.60}. Write an object with columns."
+            )
+        names.update(dict.fromkeys(row))
+    columns = {}
+    for name in names:
+        columns[name] = column([row.get(name) for row in rows])
+    return Dataset.from_dict(columns)
 
 
 def column(values: Sequence[Any]) -> pa.Array:
     """Values of one type as they are; of several as JSON, so that each keeps its own."""
-    if len({type(value) for value in values} - {type(None)}) < 2:
+    types = {type(value) for value in values}
+    types.discard(type(None))
+    if len(types) < 2:
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # lists or mappings of several types
             return pa.array(values)
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
-    return pa.array([None if value is None else json.dumps(value) for value in values], pa.json_())
+    encoded = [None if value is None else json.dumps(value) for value in values]
+    return pa.array(encoded, pa.json_())
 
 
 def _table_rows(text: str, suffix: str) -> list[dict[str, Any]]:
     """The rows of a table with a header, all values as text."""
-    table = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t" if suffix == ".tsv" else ",", strict=True)
+    delimiter = "\t" if suffix == ".tsv" else ","
+    table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows = []
     for row in table:
         if None in row or None in row.values():
@@ -114,9 +134,17 @@ def _table_rows(text: str, suffix: str) -> list[dict[str, Any]]:
 
 def _json_rows(text: str) -> list[Mapping[str, Any]]:
     """The objects of JSON lines, or of a file that is one JSON list."""
-    decoder, rows, end = json.JSONDecoder(), [], _SPACE.match(text).end()
-    while end < len(text):
-        row, end = decoder.raw_decode(text, end)
+    decoder = json.JSONDecoder()
+    rows = []
+    start = _after_space(text, 0)
+    while start < len(text):
+        row, end = decoder.raw_decode(text, start)
         rows.append(row)
-        end = _SPACE.match(text, end).end()
-    return rows[0] if len(rows) == 1 and isinstance(rows[0], list) else rows
+        start = _after_space(text, end)
+    if len(rows) == 1 and isinstance(rows[0], list):
+        return rows[0]
+    return rows
+
+
+def _after_space(text: str, start: int) -> int:
+    return _SPACE.match(text, start).end()

@@ -49,15 +49,28 @@ def make_problems(
     """
     if split not in ("train", "test"):
         raise ValueError(f"split={split!r} of dataset_name={name!r} does not exist. Set it to 'train' or 'test'.")
-    seed = int(settings.get("seed", 0)) + TEST_SEED * (split == "test")
-    task, seeded = name.removeprefix(PREFIX), {"size": 1, **settings, "seed": seed}
-    asked = json.dumps([[task, seeded, level] for level in dict.fromkeys([None] if levels is None else levels)])
-    where: Any = {"env": {**os.environ, "PYTHONHASHSEED": "0"}, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, "-m", __name__], input=asked, check=False, **where)
-    if done.returncode:
-        given = f"dataset_name={name!r} with dataset_settings={dict(settings)!r} and levels={levels!r}"
-        raise ValueError(f"{given} cannot be drawn: {done.stderr.strip().rpartition(chr(10))[2]}.")
-    return json.loads(done.stdout)
+    seed = int(settings.get("seed", 0))
+    if split == "test":
+        seed += TEST_SEED
+    task = name.removeprefix(PREFIX)
+    seeded = {"size": 1, **settings, "seed": seed}
+    distinct_levels = dict.fromkeys([None] if levels is None else levels)
+    requests = [[task, seeded, level] for level in distinct_levels]
+    process = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(requests),
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode:
+        *_, last_line = process.stderr.strip().splitlines()
+        raise ValueError(
+            f"dataset_name={name!r} with dataset_settings={dict(settings)!r} and levels={levels!r} cannot be drawn: "
+            f"{last_line}."
+        )
+    return json.loads(process.stdout)
 
 
 def gym_reward(completions: list[Any], task: list[str], entry: list[str], **columns: Any) -> list[float]:
@@ -71,22 +84,30 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
     Some scorers evaluate answers as Python. So run it in an [`IsolatedReward`], as recipes do, whose workers are
     restricted by [`rewards.scoring.forbid`].
     """
-    scored = zip(completions, task, entry, strict=True)
-    return [_score(_answer(completion), _scorer(key), ast.literal_eval(drawn)) for completion, key, drawn in scored]
+    scores = []
+    for completion, task_of_row, entry_of_row in zip(completions, task, entry, strict=True):
+        scorer = _scorer(task_of_row)
+        scores.append(_score(_answer(completion), scorer, ast.literal_eval(entry_of_row)))
+    return scores
 
 
 def _answer(completion: Any) -> str | None:
+    """The final answer of a completion; `None` if it has none."""
     text = without_reasoning(text_of(completion))
     before, _, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
     if opened:
         return answer.partition("</answer>")[0].strip()
-    return text.strip() or None if isinstance(completion, str) else None
+    if isinstance(completion, str):
+        return text.strip() or None
+    return None
 
 
 @functools.lru_cache
 def _scorer(key: str) -> Any:
-    return _dataset(*json.loads(key))
+    """The dataset of a task, which scores answers; `key` is a row's column `task`."""
+    task, settings, level = json.loads(key)
+    return _dataset(task, settings, level)
 
 
 def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
@@ -112,18 +133,21 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
         return create_dataset(task, **settings)
     curriculum = create_curriculum(task)
     attributes = curriculum.attributes.values()
-    highest = max(len(attribute.levels) for attribute in attributes) - 1
-    if not 0 <= int(level) <= highest:
-        raise ValueError(f"{task} has the levels 0 to {highest}")
+    n_levels = max(len(attribute.levels) for attribute in attributes)
+    if not 0 <= int(level) < n_levels:
+        raise ValueError(f"{task} has the levels 0 to {n_levels - 1}")
     for attribute in attributes:
-        curriculum.set_attr_level(attribute.name, min(int(level), len(attribute.levels) - 1))
+        highest = len(attribute.levels) - 1
+        curriculum.set_attr_level(attribute.name, min(int(level), highest))
     config = vars(curriculum.generate_configuration(settings))
-    if replaced := [name for name, value in settings.items() if config[name] != value]:
+    replaced = [name for name, value in settings.items() if config[name] != value]
+    if replaced:
         raise ValueError(f"the levels of {task} determine {', '.join(replaced)}")
     return create_dataset(task, **config)
 
 
 def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[dict[str, Any]]:
+    """The rows of [`make_problems`] of a level."""
     dataset = _dataset(task, settings, level)
     key = json.dumps([task, settings, level])
     for index in range(len(dataset)):
@@ -149,5 +173,7 @@ def _plain(value: Any) -> Any:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # some tasks print
-        drawn = [row for request in json.load(sys.stdin) for row in _draw(*request)]
-    json.dump(drawn, sys.stdout)
+        rows = []
+        for request in json.load(sys.stdin):
+            rows += _draw(*request)
+    json.dump(rows, sys.stdout)

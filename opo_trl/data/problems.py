@@ -72,8 +72,8 @@ def load_problems(
     rows = draw_or_load(dataset_name, dataset_config, split, levels, settings)
     problems, sources = take(rows, columns or {}, "problem")
     if sources:
-        renamed = " and ".join(f"{theirs!r} for {ours}" for ours, theirs in sources.items())
-        logger.warning("dataset_name='%s': took %s.", dataset_name, renamed)
+        renamed = [f"{theirs!r} for {ours}" for ours, theirs in sources.items()]
+        logger.warning("dataset_name='%s': took %s.", dataset_name, " and ".join(renamed))
     return select(problems, levels, fraction, seed)
 
 
@@ -89,7 +89,9 @@ def draw_or_load(
         return Dataset.from_list(gym.make_problems(name, split, levels, settings or {}))
     if settings is not None:
         raise ValueError(f"dataset_settings={settings!r} has no effect with dataset_name={name!r}. Remove it.")
-    return Dataset.from_list(EMBEDDED[name](split, levels)) if name in EMBEDDED else load_rows(name, config, split)
+    if name in EMBEDDED:
+        return Dataset.from_list(EMBEDDED[name](split, levels))
+    return load_rows(name, config, split)
 
 
 def has_prompts(rows: Dataset, columns: Mapping[str, str]) -> bool:
@@ -107,62 +109,96 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     is added as `solution`. A solution from a column of another name is its final answer: what is in the last box, the
     text after the last `####`, or all of it.
     """
+    sources = _sources(rows, columns, asked)
+    missing = [str(theirs or ours) for ours, theirs in sources.items() if not _leads_somewhere(rows, theirs)]
+    if missing:
+        raise ValueError(
+            f"the dataset has no column {missing}, only {rows.column_names}. "
+            "Rename its columns, or map them: `columns: {problem: …, solution: …}`."
+        )
+    renamed = {ours: theirs for ours, theirs in sources.items() if ours != theirs}
+    new_columns = {}  # whose values are not those of a column as it is
+    for ours, theirs in renamed.items():
+        if theirs not in rows.column_names:
+            new_columns[ours] = _values(rows, theirs)
+    if "solution" in renamed or asked == "problem":
+        new_columns["solution"] = _solutions(rows, sources["solution"])
+    replaced = [name for name in rows.column_names if name in new_columns or name in renamed]
+    problems = rows.remove_columns(replaced)
+    problems = problems.rename_columns({theirs: ours for ours, theirs in renamed.items() if ours not in new_columns})
+    for name, values in new_columns.items():
+        problems = problems.add_column(name, column(values))
+    if asked == "problem":
+        problems = problems.select_columns(list(sources))
+    return problems, renamed
+
+
+def _sources(rows: Dataset, columns: Mapping[str, str], asked: str) -> dict[str, Any]:
+    """From which column each of ours comes, for the arguments of [`take`]; `None` if there is none."""
     names = rows.column_names
     sources: dict[str, Any] = {}
     if asked == "problem":
         sources["problem"] = next((name for name in _PROBLEMS if name in names), None)
-        sources |= {name: name for name in ("level", *gym.SCORED) if name in names}
+        for name in ("level", *gym.SCORED):
+            if name in names:
+                sources[name] = name
+        sources["solution"] = _answer_column(rows)
     else:
         sources["prompt"] = "prompt"
-    answers = "solution" if asked == "prompt" and "solution" in names else _answer_column(rows)
-    if answers or asked == "problem":
-        sources["solution"] = answers
-    sources |= columns
-    if missing := [str(theirs or ours) for ours, theirs in sources.items() if not _leads_somewhere(rows, theirs)]:
-        fix = "Rename its columns, or map them: `columns: {problem: …, solution: …}`"
-        raise ValueError(f"the dataset has no column {missing}, only {names}. {fix}.")
-    renamed = {ours: theirs for ours, theirs in sources.items() if ours != theirs}
-    made = {ours: _values(rows, theirs) for ours, theirs in renamed.items() if theirs not in names}
-    if "solution" in renamed or asked == "problem":
-        made["solution"] = _solutions(rows, sources["solution"])
-    found = rows.remove_columns([name for name in names if name in made or name in renamed])
-    found = found.rename_columns({theirs: ours for ours, theirs in renamed.items() if ours not in made})
-    for ours, values in made.items():
-        found = found.add_column(ours, column(values))
-    return (found.select_columns([*sources]) if asked == "problem" else found), renamed
+        solution = "solution" if "solution" in names else _answer_column(rows)
+        if solution is not None:
+            sources["solution"] = solution
+    return sources | columns
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:
     """The rows of some levels, and a fraction of those; see [`load_problems`]."""
     if levels is not None:
-        stored = problems["level"] if "level" in problems.features else []
-        found = [None if level is None else str(level) for level in stored]
-        known = sorted({*found} - {None})
-        if isinstance(levels, str) or not {*levels} <= {*known}:
-            raise ValueError(f"levels={levels!r} must be a list of the dataset's levels: {known}.")
-        problems = problems.select([index for index, level in enumerate(found) if level in levels])
+        problems = _of_levels(problems, levels)
     size = round(fraction * len(problems))
     if not size:
         raise ValueError(f"fraction={fraction} of {len(problems)} rows leaves none. Use a larger one, or more levels.")
-    return problems if size == len(problems) else problems.shuffle(seed=seed).select(range(size))
+    if size == len(problems):
+        return problems
+    return problems.shuffle(seed=seed).select(range(size))
+
+
+def _of_levels(problems: Dataset, levels: Sequence[str]) -> Dataset:
+    """The rows of these levels, which may be stored as numbers."""
+    stored = problems["level"] if "level" in problems.features else []
+    level_of_row = [None if level is None else str(level) for level in stored]
+    known = set(level_of_row)
+    known.discard(None)
+    if isinstance(levels, str) or not known.issuperset(levels):
+        raise ValueError(f"levels={levels!r} must be a list of the dataset's levels: {sorted(known)}.")
+    return problems.select([index for index, level in enumerate(level_of_row) if level in levels])
 
 
 def _answer_column(rows: Dataset) -> str | None:
     """The column with the solutions: text with boxes, else final answers, else what is called so."""
-    first = rows.select(range(min(10, len(rows))))
-    texts = [text for text in _values(first, "solution") if isinstance(text, str)]
-    boxed = ["solution"] if texts and all(map(find_boxes, texts)) else []
-    return next((name for name in (*boxed, *_ANSWERS, "solution") if _leads_somewhere(first, name)), None)
+    n_looked_at = min(10, len(rows))
+    first_rows = rows.select(range(n_looked_at))
+    texts = [text for text in _values(first_rows, "solution") if isinstance(text, str)]
+    if texts and all(map(find_boxes, texts)):
+        return "solution"
+    for name in (*_ANSWERS, "solution"):
+        if _leads_somewhere(first_rows, name):
+            return name
+    return None
 
 
 def _leads_somewhere(rows: Dataset, path: str | None) -> bool:
     """Whether there is such a column or, after a dot, such a key in a mapping of any row."""
-    return path in rows.column_names or any(value is not None for value in _values(rows, str(path)))
+    if path is None:
+        return False
+    return path in rows.column_names or any(value is not None for value in _values(rows, path))
 
 
 def _values(rows: Dataset, path: str) -> list[Any]:
     """A column; a dot leads into mappings, and to `None` where there are none."""
-    outer, *inner = [path] if path in rows.column_names else path.split(".")
+    if path in rows.column_names:
+        return rows[path][:]
+    outer, *inner = path.split(".")
     values = rows[outer][:] if outer in rows.column_names else []
     for name in inner:
         values = [value.get(name) if isinstance(value, Mapping) else None for value in values]
@@ -171,9 +207,19 @@ def _values(rows: Dataset, path: str) -> list[Any]:
 
 def _solutions(rows: Dataset, path: str) -> list[Any]:
     """Solutions: numbers as text, also the only one of a list; under another name, their final answers."""
-    single = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in _values(rows, path)]
-    texts = [None if v != v else str(v) if type(v) in (int, float) else v for v in single]  # NaN is no answer
-    return texts if path == "solution" else [_final(text) if isinstance(text, str) else text for text in texts]
+    solutions = map(_as_text, _values(rows, path))
+    if path == "solution":
+        return list(solutions)
+    return [_final(text) if isinstance(text, str) else text for text in solutions]
+
+
+def _as_text(solution: Any) -> Any:
+    """A number, or the only one of a list, as text; anything else as it is."""
+    if isinstance(solution, list) and len(solution) == 1:
+        solution = solution[0]
+    if solution != solution:  # NaN is no answer.
+        return None
+    return str(solution) if type(solution) in (int, float) else solution
 
 
 def _final(answer: str) -> str | None:

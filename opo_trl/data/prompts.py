@@ -23,7 +23,9 @@ Style = Literal["chat", "plain"]
 
 def is_chat(prompt: Any) -> bool:
     """Whether a prompt is a list of messages, each with its `role`."""
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(t, Mapping) and t.get("role") for t in prompt)
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(message, Mapping) and message.get("role") for message in prompt)
 
 
 def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = INSTRUCTION) -> Dataset:
@@ -45,23 +47,46 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     Raises:
         `ValueError`: if no row can be used.
     """
-    rows, unusable = [], {}
-    scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym
-    in_boxes = style == "chat" and any(isinstance(s, str) and find_boxes(s) for s in dataset["solution"])
+    is_scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym
+    needs_box = style == "chat" and any(map(_has_box, dataset["solution"]))
+    rows = []
+    unusable = {}
     for index, row in enumerate(dataset):
-        problem, answer = row.pop("problem"), row["solution"]
-        if not scored_elsewhere and isinstance(answer, str) and (in_boxes or find_boxes(answer)):
-            answer = final_answer(answer)
-        has_answer = scored_elsewhere or (isinstance(answer, str) and answer.strip())
+        problem = row.pop("problem")
         messages = problem if is_chat(problem) else [{"role": "user", "content": problem}]
-        text = messages[-1]["content"]
-        if isinstance(text, str) and text.strip() and has_answer:
-            asked = [*messages[:-1], {**messages[-1], "content": "\n\n".join(filter(None, (text, instruction)))}]
-            rows.append({**row, "prompt": problem if style == "plain" else asked, "solution": answer})
-        else:
+        answer = row["solution"]
+        if not is_scored_elsewhere:
+            answer = _answer(answer, needs_box=needs_box)
+        has_answer = is_scored_elsewhere or answer is not None
+        question = messages[-1]["content"]
+        if not (has_answer and _has_text(question)):
             unusable[index] = shown(problem)
+            continue
+        prompt = problem if style == "plain" else _with_instruction(messages, instruction)
+        rows.append({**row, "prompt": prompt, "solution": answer})
     _without(dataset, unusable, "have no text as problem, or no final answer")
     return Dataset.from_list(rows)
+
+
+def _has_box(solution: Any) -> bool:
+    return isinstance(solution, str) and bool(find_boxes(solution))
+
+
+def _has_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _answer(solution: Any, *, needs_box: bool) -> str | None:
+    """The final answer of a solution, or all of it if it has no box and needs none; `None` without an answer."""
+    if needs_box or _has_box(solution):
+        solution = final_answer(solution) if isinstance(solution, str) else None
+    return solution if _has_text(solution) else None
+
+
+def _with_instruction(messages: list[dict[str, Any]], instruction: str) -> list[dict[str, Any]]:
+    *earlier, last = messages
+    content = f"{last['content']}\n\n{instruction}" if instruction else last["content"]
+    return [*earlier, {**last, "content": content}]
 
 
 def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
@@ -70,18 +95,28 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     or, without it, `prompt`. If no row is left, this raises a `ValueError`.
     """
     name = "problem" if "problem" in training.column_names else "prompt"
-    trained, held = (["".join(str(problem).split()) for problem in rows[name]] for rows in (training, held_out))
-    seen = {*trained}
-    overlap = {i: shown(held_out[name][i]) for i, text in enumerate(held) if text in seen}
+    trained = set(map(_squeezed, training[name]))
+    overlap = {}
+    for index, problem in enumerate(held_out[name]):
+        if _squeezed(problem) in trained:
+            overlap[index] = shown(problem)
     return _without(held_out, overlap, "of the held-out set are in the training set")
+
+
+def _squeezed(problem: Any) -> str:
+    """The text of a problem without its white space."""
+    return "".join(str(problem).split())
 
 
 def tokenize_prompts(
     prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
     """Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
-    options: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})}
-    texts: list[Any] = [p if isinstance(p, str) else tokenizer.apply_chat_template(p, **options) for p in prompts]
+    options = {"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})}
+    texts = []
+    for prompt in prompts:
+        is_text = isinstance(prompt, str)
+        texts.append(prompt if is_text else tokenizer.apply_chat_template(prompt, **options))
     return tokenizer(text=texts, add_special_tokens=isinstance(prompts[0], str))["input_ids"]
 
 
@@ -97,22 +132,27 @@ def drop_long_prompts(
     `dataset` has the column `prompt`; `tokenizer` and `chat_template_kwargs` are those of the trainer, so that a
     length is that of what the model gets. A `ValueError` if no row is left.
     """
-    prompts: list[Any] = list(dataset["prompt"])
-    lengths = [len(ids) for ids in tokenize_prompts(prompts, tokenizer, chat_template_kwargs)]
-    too_long = {i: f"{shown(prompts[i])}: {n} tokens" for i, n in enumerate(lengths) if n > max_prompt_length}
+    prompts = list(dataset["prompt"])
+    ids_of_prompts = tokenize_prompts(prompts, tokenizer, chat_template_kwargs)
+    too_long = {}
+    for index, ids in enumerate(ids_of_prompts):
+        if len(ids) > max_prompt_length:
+            too_long[index] = f"{shown(prompts[index])}: {len(ids)} tokens"
     return _without(dataset, too_long, f"are longer than {max_prompt_length=} tokens")
 
 
-def _without(dataset: Dataset, dropped: dict[int, str], what: str) -> Dataset:
+def _without(dataset: Dataset, dropped: dict[int, str], why: str) -> Dataset:
     """The other rows. A warning counts those that are dropped and shows the first; if none is left, an error does."""
     if dropped:
-        said = f"{len(dropped)} of {len(dataset)} rows {what}, the first {next(iter(dropped.values()))}"
+        first, *_ = dropped.values()
+        problem = f"{len(dropped)} of {len(dataset)} rows {why}, the first {first}"
         if len(dropped) == len(dataset):
-            raise ValueError(f"{said}. None is left: change the data, the limit or the split.")
-        logger.warning("%s. They are dropped.", said)
+            raise ValueError(f"{problem}. None is left: change the data, the limit or the split.")
+        logger.warning("%s. They are dropped.", problem)
     return dataset.select([index for index in range(len(dataset)) if index not in dropped])
 
 
 def shown(prompt: Any) -> str:
     """A prompt or problem in a message: its row is no longer that of a file once rows are selected or shuffled."""
-    return repr(str(prompt[-1].get("content") if is_chat(prompt) else prompt)[:60])
+    text = prompt[-1].get("content") if is_chat(prompt) else prompt
+    return repr(str(text)[:60])

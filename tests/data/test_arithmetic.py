@@ -37,7 +37,8 @@ def model():
 def test_every_level_has_its_number_of_distinct_problems(split, size):
     for level in LEVELS:
         rows = make_problems(split, [level])
-        assert len({row["problem"] for row in rows}) == len(rows) == size
+        distinct = {row["problem"] for row in rows}
+        assert len(distinct) == len(rows) == size
         assert {row["level"] for row in rows} == {level}
 
 
@@ -48,21 +49,26 @@ def test_same_problems_on_every_call_whatever_the_state_of_the_random_generator(
     assert make_problems("train") == first
     # Pins the stream: the stored model was trained without these test problems.
     assert first[2048]["problem"] == "14+28-19="
-    assert make_problems("test", ["Level 3"])[0]["problem"] == "12+23-21+30="
+    first_test_problem, *_ = make_problems("test", ["Level 3"])
+    assert first_test_problem["problem"] == "12+23-21+30="
 
 
 def test_splits_share_no_problem():
-    train, test = ({row["problem"] for row in make_problems(split)} for split in ("train", "test"))
-    assert not train & test
+    train = {row["problem"] for row in make_problems("train")}
+    test = {row["problem"] for row in make_problems("test")}
+    assert train.isdisjoint(test)
 
 
 def test_every_step_of_every_solution_is_right():
     for row in make_problems("train") + make_problems("test"):
-        value = eval(row["problem"][:-1])
+        problem = row["problem"].removesuffix("=")
+        value = eval(problem)
         steps = row["solution"].split("=")
         assert all(eval(step) == value for step in steps)
         assert steps[-1] == str(value)
-        assert len(steps) == int(row["level"][-1]) == len(re.findall(r"[+-]", row["problem"]))
+        n_operations = len(re.findall(r"[+-]", problem))
+        assert len(steps) == n_operations
+        assert row["level"] == f"Level {n_operations}"
 
 
 def test_unknown_level_and_split_are_rejected():
@@ -111,7 +117,8 @@ def test_tokenizer_has_one_token_per_character_and_round_trips(tokenizer):
 
 
 def test_greedy_accuracy_is_the_claimed_one(model, tokenizer):
-    claimed = json.loads((Path(base_model_path()) / "ACCURACY.json").read_text())
+    claims = json.loads(Path(base_model_path(), "ACCURACY.json").read_text())
+    claim = claims["Level 4"]["greedy"]
     figures = measure(model, tokenizer, make_problems("test", ["Level 4"]), do_sample=False)
     # Greedy, so only near ties may differ between machines.
-    assert abs(figures["accuracy"] - claimed["Level 4"]["greedy"]["accuracy"]) <= 0.01
+    assert figures["accuracy"] == pytest.approx(claim["accuracy"], abs=0.01)

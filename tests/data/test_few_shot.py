@@ -13,32 +13,45 @@ from opo_trl.data.problems import load_problems
 SOLVED = {"addition": sum, "largest": max}
 
 
+def numbers_of(line: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", line)]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_line_is_right_and_no_numbers_occur_twice(level):
-    seen = []
+    rows = []
     for split, size in SPLIT_SIZES.items():
-        rows = make_problems(split, [level])
-        assert len(rows) == size
-        assert len({row["problem"].rpartition("\n")[0] for row in rows}) == 1  # the worked lines
-        for row in rows:
-            *worked, asked = row["problem"].split("\n")
-            lines = [*worked, f"{asked} {row['solution']}"]
-            numbers = [[int(number) for number in re.findall(r"\d+", line)] for line in lines]
-            assert len(worked) == 3
-            assert all(answer == SOLVED[level](given) for *given, answer in numbers)
-            seen.append(tuple(sorted(numbers[-1][:-1])))
-    shown = [tuple(sorted(given)) for *given, _ in numbers[:-1]]
-    assert len({*seen, *shown}) == len(seen) + 3
+        of_split = make_problems(split, [level])
+        assert len(of_split) == size
+        rows += of_split
+    asked = set()
+    worked_parts = set()
+    for row in rows:
+        worked, _, question = row["problem"].rpartition("\n")
+        worked_parts.add(worked)
+        worked_lines = worked.split("\n")
+        assert len(worked_lines) == 3
+        for line in (*worked_lines, f"{question} {row['solution']}"):
+            *operands, answer = numbers_of(line)
+            assert answer == SOLVED[level](operands)
+        asked.add(tuple(sorted(operands)))
+    assert len(worked_parts) == 1
+    assert len(asked) == len(rows)
+    for line in worked_lines:
+        *operands, _ = numbers_of(line)
+        assert tuple(sorted(operands)) not in asked
 
 
 def test_same_problems_on_every_machine():
-    assert zlib.crc32(str([make_problems(split) for split in SPLIT_SIZES]).encode()) == 4217247733
+    splits = str([make_problems(split) for split in SPLIT_SIZES])
+    assert zlib.crc32(splits.encode()) == 4217247733
     assert make_problems("train", ["addition"])[0] == {
         "problem": "31 + 46 = 77\n58 + 27 = 85\n64 + 73 = 137\n25 + 64 =",
         "level": "addition",
         "solution": "89",
     }
-    assert len(load_problems("few_shot", split="validation", levels=["largest"])) == 150
+    loaded = load_problems("few_shot", split="validation", levels=["largest"])
+    assert len(loaded) == 150
 
 
 @pytest.mark.parametrize(

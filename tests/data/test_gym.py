@@ -1,6 +1,7 @@
 """Tasks of reasoning-gym: problems, curricula, rewards, and what answers may not do."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from opo_trl.data.prompts import without_overlap
 from opo_trl.rewards.scoring import IsolatedReward
 
 
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "reasoning_gym" / "opo.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "recipes" / "reasoning_gym" / "opo.yaml"
 needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="needs reasoning-gym: pip install '.[gym]'")
 
 
@@ -28,7 +30,9 @@ def draw(task: str, split: str = "train", levels=None, **settings) -> list[dict]
 
 
 def score(rows: list[dict], completions: list) -> list[float]:
-    return gym_reward(completions, task=[row["task"] for row in rows], entry=[row["entry"] for row in rows])
+    tasks = [row["task"] for row in rows]
+    entries = [row["entry"] for row in rows]
+    return gym_reward(completions, task=tasks, entry=entries)
 
 
 def test_recipe_of_a_task_gets_its_reward_and_instruction():
@@ -45,35 +49,34 @@ def test_recipe_of_a_task_gets_its_reward_and_instruction():
 @needs_gym
 class TestProblems:
     def test_splits_have_different_seeds(self):
-        train, test = (draw("chain_sum", split, size=20) for split in ("train", "test"))
+        train = draw("chain_sum", "train", size=20)
+        test = draw("chain_sum", "test", size=20)
         assert len(train) == len(test) == 20
-        assert not {row["problem"] for row in train} & {row["problem"] for row in test}
+        training_problems = {row["problem"] for row in train}
+        assert training_problems.isdisjoint(row["problem"] for row in test)
         assert draw("chain_sum", size=20) == train
         assert draw("chain_sum", size=20, seed=500) != train
 
     def test_tasks_that_depend_on_the_order_of_sets_are_the_same_in_every_process(self):
         program = "from opo_trl.data.gym import make_problems as m\nimport sys\n"
         program += "print([row['entry'] for row in m('reasoning_gym/word_ladder', 'train', None, {'size': 4})])"
-        printed = {
-            subprocess.run(
+        printed = set()
+        for seed in (1, 2):
+            process = subprocess.run(
                 [sys.executable, "-c", program],
                 env={**os.environ, "PYTHONHASHSEED": str(seed)},
                 capture_output=True,
                 text=True,
                 check=True,
-            ).stdout
-            for seed in (1, 2)
-        }
+            )
+            printed.add(process.stdout)
         assert len(printed) == 1
 
     def test_levels_are_those_of_the_curriculum(self):
         rows = draw("chain_sum", levels=["0", "2", "0"], size=10)
         assert [row["level"] for row in rows] == ["0"] * 10 + ["2"] * 10
-        terms = {
-            level: {row["problem"].count("+") + row["problem"].count(" - ") for row in rows if row["level"] == level}
-            for level in ("0", "2")
-        }
-        assert max(terms["0"]) < max(terms["2"])
+        n_operators = [len(re.findall(r"\+| - ", row["problem"])) for row in rows]
+        assert max(n_operators[:10]) < max(n_operators[10:])
 
     @pytest.mark.parametrize(
         ("levels", "settings", "said"),
@@ -89,19 +92,22 @@ class TestProblems:
 
     def test_prompts_keep_what_the_scorer_reads(self):
         problems = load_problems("reasoning_gym/chain_sum", settings={"size": 4})
-        chat, plain = to_prompts(problems, instruction=INSTRUCTION), to_prompts(problems, style="plain")
-        assert {*chat.column_names} == {"solution", "level", "task", "entry", "prompt"}
-        assert chat[0]["prompt"][0]["content"] == f"{problems[0]['problem']}\n\n{INSTRUCTION}"
-        assert plain["prompt"][:] == problems["problem"][:]
-        assert chat["solution"][:] == problems["solution"][:]
-        held_out = Dataset.from_list([*problems.to_list(), *draw("chain_sum", "test", size=2)])
+        chat = to_prompts(problems, instruction=INSTRUCTION)
+        assert set(chat.column_names) == {"solution", "level", "task", "entry", "prompt"}
+        (message,) = chat[0]["prompt"]
+        assert message["content"] == f"{problems[0]['problem']}\n\n{INSTRUCTION}"
+        assert list(chat["solution"]) == list(problems["solution"])
+        plain = to_prompts(problems, style="plain")
+        assert list(plain["prompt"]) == list(problems["problem"])
+        new_problems = draw("chain_sum", "test", size=2)
+        held_out = Dataset.from_list(problems.to_list() + new_problems)
         assert len(without_overlap(held_out, problems)) == 2
 
 
 @needs_gym
 class TestReward:
     def test_answer_is_what_the_tags_hold(self):
-        row = draw("chain_sum", size=1)[0]
+        (row,) = draw("chain_sum", size=1)
         right = row["solution"]
         for text, expected in (
             (f"I think.</think> So <answer> {right} </answer>.", 1.0),
@@ -114,21 +120,25 @@ class TestReward:
             (f"<think>hm</think> <answer>{right}</answer>", 1.0),
             (right, 0.0),
         ):
-            assert score([row], [[{"role": "assistant", "content": text}]]) == [expected], text
+            completion = [{"role": "assistant", "content": text}]
+            assert score([row], [completion]) == [expected], text
         assert score([row], [f"<think>\n{right}"]) == [0.0]
         assert score([row], [f" {right}\n"]) == [1.0]  # a plain completion is the answer
         assert score([row], [f"so <answer>{right}</answer>"]) == [1.0]
 
     def test_right_answers_score_1_and_what_breaks_the_scorer_0(self):
         rows = draw("rearc", size=3)
-        assert score(rows, [f"<answer>{row['solution']}</answer>" for row in rows]) == [1.0] * 3
-        assert score(draw("prime_factorization", size=1), ["x"]) == [0.0]
-        assert score(draw("binary_matrix", size=1), ["exit()"]) == [0.0]
+        answers = [f"<answer>{row['solution']}</answer>" for row in rows]
+        assert score(rows, answers) == [1.0] * 3
+        factorization = draw("prime_factorization", size=1)
+        assert score(factorization, ["x"]) == [0.0]
+        matrix = draw("binary_matrix", size=1)
+        assert score(matrix, ["exit()"]) == [0.0]
 
     def test_answers_that_are_programs_change_nothing(self, tmp_path):
         """Also not in a thread that waits until their scoring is over."""
         (tmp_path / "kept").write_text("here")
-        row = draw("countdown", size=1)[0]
+        (row,) = draw("countdown", size=1)
         later = f"(__import__('time').sleep(1), open('{tmp_path}/new', 'w'))"
         programs = [
             f"__import__('threading').Thread(target=lambda: {later}).start()",
@@ -142,11 +152,13 @@ class TestReward:
         ]
         reward = IsolatedReward(gym_reward, workers=1)
         answers = [*programs, f"<answer>{row['solution']}</answer>"]
-        columns = {name: [row[name]] * len(answers) for name in ("task", "entry")}
-        scores = reward(answers, **columns)
+        n_answers = len(answers)
+        *scores_of_programs, score_of_answer = reward(
+            answers, task=[row["task"]] * n_answers, entry=[row["entry"]] * n_answers
+        )
         time.sleep(2)
-        assert scores[-1] == 1.0
-        assert all(score < 0.1 for score in scores[:-1])
+        assert score_of_answer == 1.0
+        assert max(scores_of_programs) < 0.1
         assert [path.name for path in tmp_path.iterdir()] == ["kept"]
         reward.close()
 
@@ -155,13 +167,21 @@ class TestReward:
 def test_recipe_learns_to_spell(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = {"max_steps": 40, "report_size": 200, "validation_steps": 40, "save_strategy": "no", "output_dir": "run"}
-    words = [word for name, value in short.items() for word in (f"--{name}", str(value))]
-    assert train.main(["--config", str(RECIPE), *words]) == 0
-    summary = read_json(tmp_path / "run" / "summary.json")
+    arguments = ["--config", str(RECIPE)]
+    for name, value in short.items():
+        arguments += [f"--{name}", str(value)]
+    assert train.main(arguments) == 0
+    folder = tmp_path / "run"
+    summary = read_json(folder / "summary.json")
     for level in "23":
-        assert summary["before"][level]["greedy"]["high"] < 0.1
-        assert summary["after"][level]["greedy"]["low"] > 0.4
-        assert summary["after"][level]["sampled"]["low"] > summary["before"][level]["sampled"]["high"] + 0.1
-    assert "prompts of reasoning_gym/spell_backward (train, levels 2)" in (tmp_path / "run" / "plan.txt").read_text()
-    assert read_lines(tmp_path / "run" / "log.jsonl")[1]["rewards/gym_reward/mean"] > 0.4
-    assert gym.PREFIX in read_json(tmp_path / "run" / "settings.json")["dataset_name"]
+        before = summary["before"][level]
+        after = summary["after"][level]
+        assert before["greedy"]["high"] < 0.1
+        assert after["greedy"]["low"] > 0.4
+        assert after["sampled"]["low"] > before["sampled"]["high"] + 0.1
+    plan = (folder / "plan.txt").read_text()
+    assert "prompts of reasoning_gym/spell_backward (train, levels 2)" in plan
+    _, second_step, *_ = read_lines(folder / "log.jsonl")
+    assert second_step["rewards/gym_reward/mean"] > 0.4
+    settings = read_json(folder / "settings.json")
+    assert gym.PREFIX in settings["dataset_name"]

@@ -4,6 +4,7 @@ import codecs
 import csv
 import gzip
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -20,23 +21,26 @@ ROWS = [
 
 
 def write(file: Path, rows: list[dict]) -> str:
-    lines = "\n".join(json.dumps(row) for row in rows)
+    lines = "\n".join(map(json.dumps, rows))
     if file.suffix == ".parquet":
         datasets.Dataset.from_list(rows).to_parquet(file)
     elif file.suffix in (".csv", ".tsv"):
+        dialect = "excel-tab" if file.suffix == ".tsv" else "excel"
         with file.open("w", newline="") as table:
-            lines = csv.DictWriter(table, rows[0], dialect="excel-tab" if file.suffix == ".tsv" else "excel")
-            lines.writeheader()
-            lines.writerows(rows)
+            writer = csv.DictWriter(table, rows[0], dialect=dialect)
+            writer.writeheader()
+            writer.writerows(rows)
     elif file.suffix == ".gz":
         file.write_bytes(gzip.compress(lines.encode()))
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows))
     else:
-        file.write_text(json.dumps(rows) if file.suffix == ".json" else lines)
+        file.write_text(lines)
     return str(file)
 
 
 def table(*rows: dict) -> datasets.Dataset:
-    return datasets.Dataset.from_list([*rows])
+    return datasets.Dataset.from_list(list(rows))
 
 
 class TestLocalFiles:
@@ -44,17 +48,20 @@ class TestLocalFiles:
     def test_text_stays_text_in_a_file_for_each_split(self, tmp_path: Path, ending: str):
         texts = ("4", "007", "2020-01-01", "NA", "null", "[1]", "½", 'say "x", y', "two\nlines\u2028")
         rows = [{**ROWS[0], "solution": text} for text in texts]
-        write(tmp_path / f"train{ending}", [{"id": 7, **row} for row in rows])
+        training_file = write(tmp_path / f"train{ending}", [{"id": 7, **row} for row in rows])
         write(tmp_path / f"test{ending}", rows[2:3])
-        assert load_problems(str(tmp_path)).to_list() == rows
-        assert load_problems(str(tmp_path), split="test").to_list() == rows[2:3]
-        assert load_problems(str(tmp_path / f"train{ending}"), split="test").to_list() == rows
+        folder = str(tmp_path)
+        assert load_problems(folder).to_list() == rows
+        assert load_problems(folder, split="test").to_list() == rows[2:3]
+        assert load_problems(training_file, split="test").to_list() == rows
         with pytest.raises(ValueError, match=r"without a file for split='dev'"):
             load_problems(str(tmp_path), split="dev")
 
     def test_a_byte_order_mark_is_no_content(self, tmp_path: Path):
-        file = Path(write(tmp_path / "some.csv", ROWS[:2]))
-        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+        file = tmp_path / "some.csv"
+        write(file, ROWS[:2])
+        content = file.read_bytes()
+        file.write_bytes(codecs.BOM_UTF8 + content)
         assert load_problems(str(file)).to_list() == ROWS[:2]
 
     @pytest.mark.parametrize(
@@ -67,17 +74,21 @@ class TestLocalFiles:
         ],
     )
     def test_a_bad_file_is_named_with_its_line(self, tmp_path: Path, name: str, content: bytes, said: str):
-        (tmp_path / name).write_bytes(content)
+        file = tmp_path / name
+        file.write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}' cannot be read: .*{said}"):
-            files.load_rows(str(tmp_path / name))
+            files.load_rows(str(file))
 
     def test_numbers_beside_text_are_text(self, tmp_path: Path):
-        file = write(tmp_path / "some.jsonl", [{**ROWS[0], "level": value} for value in (None, "4", "5", 6)])
-        assert load_problems(file)["level"][:] == [None, "4", "5", 6]
-        assert load_problems(file, levels=["4", "6"])["level"][:] == ["4", 6]
-        for values in ([4, 5], [4, 0.5], [4, "4", "x"]):
-            file = write(tmp_path / "some.jsonl", [{"problem": "?", "answer": value} for value in values])
-            assert to_prompts(load_problems(file))["solution"][:] == [str(value) for value in values]
+        levels = [None, "4", "5", 6]
+        file = write(tmp_path / "some.jsonl", [{**ROWS[0], "level": level} for level in levels])
+        assert list(load_problems(file)["level"]) == levels
+        chosen = load_problems(file, levels=["4", "6"])
+        assert list(chosen["level"]) == ["4", 6]
+        for answers in ([4, 5], [4, 0.5], [4, "4", "x"]):
+            file = write(tmp_path / "some.jsonl", [{"problem": "?", "answer": answer} for answer in answers])
+            prompts = to_prompts(load_problems(file))
+            assert list(prompts["solution"]) == list(map(str, answers))
 
 
 class TestColumns:
@@ -86,7 +97,7 @@ class TestColumns:
         assert "took 'question' for problem and 'answer' for solution" in caplog.text
         prompts = to_prompts(problems)
         assert len(prompts) == len(problems) == 1319
-        assert all(answer.lstrip("-").replace(",", "").isdigit() for answer in prompts["solution"])
+        assert all(re.fullmatch(r"-*[\d,]+", answer) for answer in prompts["solution"])
 
     @pytest.mark.parametrize(
         ("row", "columns", "answer"),
@@ -110,7 +121,8 @@ class TestColumns:
         problems = load_problems(write(tmp_path / "some.jsonl", [row, row]), columns=columns)
         assert problems.column_names == ["problem", "solution"]
         assert problems["problem"][0] == "a"
-        assert to_prompts(problems)["solution"][:] == [answer] * 2
+        prompts = to_prompts(problems)
+        assert list(prompts["solution"]) == [answer] * 2
 
     @pytest.mark.parametrize(
         ("row", "solution"),
@@ -127,8 +139,12 @@ class TestColumns:
         assert has_prompts(rows, {})
         assert not has_prompts(rows, {"problem": "prompt"})
         prompts, sources = take(rows, {}, "prompt")
-        assert prompts[0] == {"prompt": prompt, **row} | ({"solution": solution} if solution else {})
-        assert sources.keys() == ({"solution"} if solution and "solution" not in row else set())
+        expected = {"prompt": prompt, **row}
+        if solution:
+            expected["solution"] = solution
+        assert prompts[0] == expected
+        is_recognized = solution is not None and "solution" not in row
+        assert list(sources) == ["solution"] * is_recognized
 
     def test_columns_next_to_prompts_are_renamed_or_taken_out_of_mappings(self):
         rows = table({"question": "2 + 2 =", "gold": {"value": "4", "kind": "sum"}})
@@ -136,7 +152,8 @@ class TestColumns:
         prompts, sources = take(rows, columns, "prompt")
         assert prompts[0] == {"prompt": "2 + 2 =", "gold": rows[0]["gold"], "solution": "4", "kind": "sum"}
         assert sources == columns
-        renamed, _ = take(table({"question": "a", "result": "1"}), {"prompt": "question", "text": "result"}, "prompt")
+        results = table({"question": "a", "result": "1"})
+        renamed, _ = take(results, {"prompt": "question", "text": "result"}, "prompt")
         assert renamed.column_names == ["prompt", "text"]
 
     @pytest.mark.parametrize("asked", ["prompt", "problem"])
@@ -146,9 +163,10 @@ class TestColumns:
             ValueError, match=r"no column \[.*'extra.golden'\], only \['question', 'answer', 'extra'\]"
         ):
             take(rows, {"solution": "extra.golden"}, asked)
-        names = {"problem": r"'problem', 'solution'", "prompt": "'prompt'"}[asked]
+        names = "'prompt'" if asked == "prompt" else "'problem', 'solution'"
+        without_any = table({"text": "a"})
         with pytest.raises(ValueError, match=rf"no column \[{names}\], only \['text'\].*`columns: "):
-            take(table({"text": "a"}), {}, asked)
+            take(without_any, {}, asked)
 
 
 class TestSelection:
@@ -158,51 +176,67 @@ class TestSelection:
         return str(tmp_path)
 
     def test_levels_come_before_the_fraction(self, folder: str, tmp_path: Path):
-        assert Counter(load_problems(folder, levels=["Level 3", "Level 1"])["level"]) == {"Level 1": 10, "Level 3": 10}
-        assert Counter(load_problems(folder, levels=["Level 2"], fraction=0.5)["level"]) == {"Level 2": 5}
+        two_levels = load_problems(folder, levels=["Level 3", "Level 1"])
+        assert Counter(two_levels["level"]) == {"Level 1": 10, "Level 3": 10}
+        half_a_level = load_problems(folder, levels=["Level 2"], fraction=0.5)
+        assert Counter(half_a_level["level"]) == {"Level 2": 5}
         with pytest.raises(ValueError, match=r"levels=.*\['Level 1', 'Level 2', 'Level 3'\]"):
             load_problems(folder, levels=["Level 3", "Level 7"])
 
     def test_a_fraction_is_random_seeded_and_nested(self, folder: str):
-        def chosen(fraction: float, seed: int) -> list[str]:
-            return load_problems(folder, fraction=fraction, seed=seed)["problem"][:]
+        def chosen(fraction: float, seed: int = 1) -> list[str]:
+            problems = load_problems(folder, fraction=fraction, seed=seed)
+            return list(problems["problem"])
 
-        assert [len(chosen(fraction, 1)) for fraction in (1.0, 0.5, 0.12, 0.02)] == [30, 15, 4, 1]
-        assert chosen(0.5, 1) == chosen(0.5, 1)
-        assert set(chosen(0.5, 1)) != set(chosen(0.5, 2))
-        assert set(chosen(0.5, 1)) != {row["problem"] for row in ROWS[:15]}
-        assert set(chosen(0.2, 1)) < set(chosen(0.5, 1))
+        for fraction, size in ((1.0, 30), (0.5, 15), (0.12, 4), (0.02, 1)):
+            assert len(chosen(fraction)) == size
+        half = chosen(0.5)
+        assert half == chosen(0.5)
+        assert set(half) != set(chosen(0.5, seed=2))
+        assert set(half) != {row["problem"] for row in ROWS[:15]}
+        assert set(half) > set(chosen(0.2))
         with pytest.raises(ValueError, match=r"fraction=0.01 .* Use "):
-            chosen(0.01, 1)
+            chosen(0.01)
 
 
 class TestNames:
     def test_a_folder_saved_by_datasets(self, tmp_path: Path, monkeypatch):
         monkeypatch.setenv("HOME", str(tmp_path))
-        table(*ROWS).save_to_disk(tmp_path / "one")
+        training = table(*ROWS)
+        training.save_to_disk(tmp_path / "one")
         assert load_problems("~/one").to_list() == ROWS
-        datasets.DatasetDict(train=table(*ROWS), test=table(*ROWS[:3])).save_to_disk(tmp_path / "both")
-        assert load_problems(str(tmp_path / "both"), split="test").to_list() == ROWS[:3]
+        both = datasets.DatasetDict(train=training, test=table(*ROWS[:3]))
+        both.save_to_disk(tmp_path / "both")
+        assert load_problems("~/both", split="test").to_list() == ROWS[:3]
         with pytest.raises(ValueError, match=r"no split='dev', but train, test"):
-            load_problems(str(tmp_path / "both"), split="dev")
+            load_problems("~/both", split="dev")
 
     def test_a_copy_of_a_dataset_on_the_hub(self, tmp_path: Path, monkeypatch):
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
         folder = tmp_path / "copy"
-        (folder / "main").mkdir(parents=True)
+        data = folder / "main"
+        data.mkdir(parents=True)
         for split, rows in (("train", ROWS), ("test", ROWS[:3])):
-            table(*rows).to_parquet(folder / "main" / f"{split}-00000-of-00001.parquet")
-        (folder / "README.md").write_text(
+            table(*rows).to_parquet(data / f"{split}-00000-of-00001.parquet")
+        readme = folder / "README.md"
+        readme.write_text(
             "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path: main/train-*\n"
             "  - split: test\n    path: main/test-*\n---\n"
         )
-        assert load_problems(str(folder), dataset_config="main", split="test").to_list() == ROWS[:3]
+        problems = load_problems(str(folder), dataset_config="main", split="test")
+        assert problems.to_list() == ROWS[:3]
 
     def test_any_other_name_is_a_hub_id(self, monkeypatch: pytest.MonkeyPatch):
-        asked = []
-        monkeypatch.setattr(files, "load_dataset", lambda *a, **named: asked.append((a, named)) or table(*ROWS))
-        assert len(load_problems("some/name", dataset_config="algebra", split="test", levels=["Level 1"])) == 10
-        assert asked == [(("some/name", "algebra"), {"split": "test"})]
+        calls = []
+
+        def load_dataset(*arguments, **options):
+            calls.append((arguments, options))
+            return table(*ROWS)
+
+        monkeypatch.setattr(files, "load_dataset", load_dataset)
+        problems = load_problems("some/name", dataset_config="algebra", split="test", levels=["Level 1"])
+        assert len(problems) == 10
+        assert calls == [(("some/name", "algebra"), {"split": "test"})]
 
     def test_embedded_problems(self):
         problems = load_problems("arithmetic", split="test", levels=["Level 2"], fraction=0.1)

@@ -12,21 +12,26 @@ from opo_trl.data.prompts import Style
 
 
 def make(*pairs: tuple[object, object]) -> datasets.Dataset:
-    return datasets.Dataset.from_list([{"problem": p, "level": "Level 1", "solution": s} for p, s in pairs])
+    rows = []
+    for problem, solution in pairs:
+        rows.append({"problem": problem, "level": "Level 1", "solution": solution})
+    return datasets.Dataset.from_list(rows)
 
 
 class TestPrompts:
     def test_plain_keeps_the_problem_and_a_solution_without_a_box(self):
-        prompts = to_prompts(make(("47+38-16=", "85-16=69"), (" What?\n", r"\boxed{2}")), style="plain")
+        problems = make(("47+38-16=", "85-16=69"), (" What?\n", r"\boxed{2}"))
+        prompts = to_prompts(problems, style="plain")
         assert prompts["prompt"][:] == ["47+38-16=", " What?\n"]
         assert prompts["solution"][:] == ["85-16=69", "2"]
 
     def test_unusable_rows_are_counted_and_named(self, caplog: pytest.LogCaptureFixture):
-        bad = [("empty box", r"\boxed{}"), ("no box", "1"), ("  ", r"\boxed{1}"), ("no solution", None)]
-        assert len(to_prompts(make(("fine", r"\boxed{1}"), *bad))) == 1
+        unusable = [("empty box", r"\boxed{}"), ("no box", "1"), ("  ", r"\boxed{1}"), ("no solution", None)]
+        problems = make(("fine", r"\boxed{1}"), *unusable)
+        assert len(to_prompts(problems)) == 1
         assert [record.levelno for record in caplog.records] == [logging.WARNING]
-        said = "4 of 5 rows have no text as problem, or no final answer, the first 'empty box'. They are dropped."
-        assert said in caplog.text
+        warning = "4 of 5 rows have no text as problem, or no final answer, the first 'empty box'. They are dropped."
+        assert warning in caplog.text
         with pytest.raises(ValueError, match=r"1 of 1 rows have no text as problem.* None is left"):
             to_prompts(make(("47+1=", "\\boxed{}")))
 
@@ -34,7 +39,8 @@ class TestPrompts:
 def test_overlap_is_dropped_ignoring_white_space(caplog: pytest.LogCaptureFixture):
     training = make(("What is\n$1 +  1$?", "2"), ("Other", "1"))
     held_out = make(("New", "1"), ("What is $1 + 1$? ", "2"), ("what is $1 + 1$?", "2"))
-    assert without_overlap(held_out, training)["problem"][:] == ["New", "what is $1 + 1$?"]
+    others = without_overlap(held_out, training)
+    assert list(others["problem"]) == ["New", "what is $1 + 1$?"]
     assert "1 of 3 rows of the held-out set are in the training set, the first 'What is $1 + 1$? '" in caplog.text
     with pytest.raises(ValueError, match=r"1 of 1 rows of the held-out set"):
         without_overlap(make(("a", "1")), make((" a", "1")))
@@ -45,12 +51,14 @@ class TestLongPrompts:
     def test_the_limit_counts_the_prompt_as_the_model_gets_it(self, style: Style, caplog: pytest.LogCaptureFixture):
         tokenizer = make_tokenizer()
         prompts = to_prompts(make(("ab", r"\boxed{1}"), ("abcdef", r"\boxed{1}")), style=style)
-        # One token a byte: <|im_start|>user\n, the content, <|im_end|>\n, <|im_start|>assistant\n.
-        frame = 6 + len(f"\n\n{INSTRUCTION}") + 2 + 11 if style == "chat" else 0
-        assert len(drop_long_prompts(prompts, tokenizer, frame + 6)) == 2
+        longest = len("abcdef")
+        if style == "chat":
+            # One token a byte: <|im_start|>user\n, the content, <|im_end|>\n, <|im_start|>assistant\n.
+            longest += 6 + len(f"\n\n{INSTRUCTION}") + 2 + 11
+        assert len(drop_long_prompts(prompts, tokenizer, longest)) == 2
         assert not caplog.records
-        assert len(drop_long_prompts(prompts, tokenizer, frame + 5)) == 1
-        assert f"1 of 2 rows are longer than max_prompt_length={frame + 5} tokens" in caplog.text
+        assert len(drop_long_prompts(prompts, tokenizer, longest - 1)) == 1
+        assert f"1 of 2 rows are longer than max_prompt_length={longest - 1} tokens" in caplog.text
         with pytest.raises(ValueError, match="2 of 2 rows are longer than max_prompt_length=1 tokens"):
             drop_long_prompts(prompts, tokenizer, 1)
 
@@ -58,16 +66,21 @@ class TestLongPrompts:
         tokenizer = make_tokenizer()
         tokenizer.chat_template += "{{ prefix }}"
         prompts = to_prompts(make(("ab", r"\boxed{1}"), ("abc", r"\boxed{1}")))
-        length = len(tokenizer.apply_chat_template(prompts[1]["prompt"], add_generation_prompt=True)["input_ids"])
+        longer = prompts[1]["prompt"]
+        ids = tokenizer.apply_chat_template(longer, add_generation_prompt=True)["input_ids"]
+        length = len(ids)
         assert len(drop_long_prompts(prompts, tokenizer, length)) == 2
         assert len(drop_long_prompts(prompts, tokenizer, length, {"prefix": "x"})) == 1
 
 
 def test_usable_rows_of_math(shared_data: Path, caplog: pytest.LogCaptureFixture):
     math = str(shared_data / "math")
-    assert len(to_prompts(load_problems(math, split="test"))) == 5000
+    test = load_problems(math, split="test")
+    assert len(to_prompts(test)) == 5000
     assert not caplog.records
-    assert len(to_prompts(load_problems(math, levels=["Level 5"]))) == 2302
+    level_5 = load_problems(math, levels=["Level 5"])
+    assert len(to_prompts(level_5)) == 2302
     assert "2 of 2304 rows have no text as problem, or no final answer" in caplog.text
-    train, test = (load_problems(math, split=split, levels=["Level 4"]) for split in ("train", "test"))
+    train = load_problems(math, split="train", levels=["Level 4"])
+    test = load_problems(math, split="test", levels=["Level 4"])
     assert len(without_overlap(test, train)) == 1213

@@ -12,7 +12,6 @@ import random
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +20,8 @@ from ...rewards.boxes import Completion, text_of
 
 # Name in `model_name_or_path` → folder with weights, tokenizer and measured accuracy (`ACCURACY.json`), each made by a
 # script `benchmarks/NAME_base.py`.
-EMBEDDED_MODELS = {name: str(Path(__file__).parents[1] / name / "base") for name in ("arithmetic", "spelling")}
+_DATA = Path(__file__).parents[1]
+EMBEDDED_MODELS = {name: str(_DATA / name / "base") for name in ("arithmetic", "spelling")}
 
 LEVELS = ("Level 1", "Level 2", "Level 3", "Level 4", "Level 5")
 SPLIT_SIZES = {"train": 2048, "test": 1000}
@@ -62,8 +62,9 @@ def work_out(problem: str, calculator: Calculator = calculate) -> str:
     value, *rest = re.findall(r"\d+|[+-]", problem)
     steps = []
     while rest:
-        value = str(calculator(int(value), rest[0], int(rest[1])))
-        rest = rest[2:]
+        operator, operand, *rest = rest
+        result = calculator(int(value), operator, int(operand))
+        value = str(result)
         steps.append(value + "".join(rest))
     return "=".join(steps)
 
@@ -76,11 +77,12 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     Per level, in the order of `levels`, there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and
     no problem is in both.
     """
-    return [
-        {"problem": problem, "level": level, "solution": work_out(problem)}
-        for level in (LEVELS if levels is None else levels)
-        for problem in draw_split(split, level, partial(draw_problem, level), str, sizes=SPLIT_SIZES, seed=SEED)
-    ]
+    rows = []
+    for level in LEVELS if levels is None else levels:
+        draw = partial(draw_problem, level)
+        for problem in draw_split(split, level, draw, str, sizes=SPLIT_SIZES, seed=SEED):
+            rows.append({"problem": problem, "level": level, "solution": work_out(problem)})
+    return rows
 
 
 def draw_split(
@@ -105,8 +107,13 @@ def draw_split(
         problem = draw(rng)
         if text(problem) not in besides:
             distinct.setdefault(text(problem), problem)
-    problems = iter(distinct.values())  # training problems are drawn last, whatever their number
-    return {name: list(islice(problems, sizes[name])) for name in reversed([*sizes])}[split]
+    # The splits are stretches of the stream in the reverse order of `sizes`: training problems are drawn last, so that
+    # the others do not depend on their number.
+    names = list(sizes)
+    drawn_before = names[names.index(split) + 1 :]
+    start = sum(sizes[name] for name in drawn_before)
+    problems = list(distinct.values())
+    return problems[start : start + sizes[split]]
 
 
 def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **kwargs: Any) -> list[float]:
@@ -116,8 +123,12 @@ def arithmetic_reward(completions: Sequence[Completion], solution: list[str], **
     The answer is everything after the last `=` of the completion, or all of it, and must equal the last number of the
     solution exactly: `69 `, `+69`, `069` and `69=70` are wrong. The chain before it is not checked.
     """
-    pairs = zip(map(text_of, completions), solution, strict=True)
-    return [float(text.rpartition("=")[2] == worked.rpartition("=")[2]) for text, worked in pairs]
+    rewards = []
+    for completion, worked_out in zip(completions, solution, strict=True):
+        _, _, answer = text_of(completion).rpartition("=")
+        _, _, right_answer = worked_out.rpartition("=")
+        rewards.append(float(answer == right_answer))
+    return rewards
 
 
 def base_model_path() -> str:
