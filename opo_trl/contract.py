@@ -180,6 +180,9 @@ NEEDS: dict[str, dict[str, str]] = {
 }
 
 
+_TRAINERS = ("trl.GRPOTrainer", "transformers.Trainer")  # of which the package overrides methods
+
+
 @dataclasses.dataclass(frozen=True)
 class Need:
     """A name that the package needs."""
@@ -308,6 +311,8 @@ def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
     if not callable(function):
         yield "is not a function"
         return
+    if need.owner in _TRAINERS and need.name.startswith("_") and not _is_called(need):
+        yield "is called no more"  # so an override of it would change nothing
     now = parameters_of(function)
     before = _nearest(now, tested)
     for name in need.parameters or ():
@@ -325,6 +330,13 @@ def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
     for name in need.read:
         if loaded and name in now and name not in loaded:
             yield f"ignores its parameter {name!r}"
+
+
+def _is_called(need: Need) -> bool:
+    """Whether methods of a class still name another one of its methods."""
+    owner = resolve_name(need.owner)
+    own_code = [*_codes(getattr(owner, need.name))]
+    return any(need.name in code.co_names for code in _codes_of_methods(owner) if code not in own_code)
 
 
 def _loaded(function: Any) -> set[str]:

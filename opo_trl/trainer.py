@@ -363,6 +363,8 @@ class OPOTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset=None, **named):
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
             self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset, **named))
+        if self._first_step is not None:
+            self._first_step.check_sampler(self._sampler)
         return self._sampler
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **named):
@@ -553,7 +555,7 @@ class OPOTrainer(GRPOTrainer):
             return self.accelerator.gather(known.to(self.accelerator.device))
         with self._clock.phase("score"), checked(self), self._checks.scoring():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
-        self._checks.check_rewards(rewards, completion_ids_list)
+        self._checks.check_rewards(rewards, completion_ids_list, inputs)
         if self._mode == "train":  # the log and the limit cover training only
             for kind, count in count_failures(self.reward_funcs, len(completions), self.accelerator).items():
                 self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
@@ -954,7 +956,8 @@ class OPOTrainer(GRPOTrainer):
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
         self._checks.check_step(None if self._window_start is None else self._step - self._window_start)
-        self._first_step = None
+        if self._checks.is_complete:
+            self._first_step = None
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 

@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 Tokens = list[int]
 
 _LONGEST = 24  # tokens of a prompt and of a completion whose logits are computed
+_CHECKED_COMPLETIONS = 4  # of which logits are computed
 
 
 class FirstStep:
@@ -50,7 +51,13 @@ class FirstStep:
             int, tuple[Any, list[Any]]
         ] = {}  # index of a reward function → its inputs, and its rewards
         self.loss_gradients: list[list[float]] = []  # of each micro-batch, one for each backward pass of its loss
+        self.temperatures: set[float] = set()  # at which the model has sampled
         self._checked: set[str] = set()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to check: advantages are checked in the first rollout that has any but 0."""
+        return "advantages" in self._checked
 
     def _report(self, quantity: str, problems: Iterator[str]) -> None:
         """
@@ -76,12 +83,16 @@ class FirstStep:
         """Note the prompts, and what the model writes if TRL generates with the model itself, in one turn."""
         trainer = self.trainer
         self.prompts = prompts
+        self.written = []
         self.is_of_model &= trainer.rollout_func is None
         policy = trainer.accelerator.unwrap_model(trainer.model)
         generate = policy.generate
 
         def generate_and_note(*args: Any, **named: Any) -> Any:
             sequences = generate(*args, **named)
+            sampling = named.get("generation_config")
+            if sampling is not None:
+                self.temperatures.add(sampling.temperature if sampling.do_sample else 0.0)
             ids = named.get("input_ids")
             mask = named.get("attention_mask")
             if isinstance(sequences, Tensor) and ids is not None and mask is not None:
@@ -126,18 +137,43 @@ class FirstStep:
 
     # What is checked
 
-    def check_rewards(self, rewards: Tensor, completion_ids: Sequence[Tokens]) -> None:
-        """Those over all processes, `[N, number of functions]`, as TRL has put them together."""
+    def check_sampler(self, sampler: Any) -> None:
+        """How often TRL has the data loader repeat prompts, and how many it takes for a rollout."""
+        self._report("the order of prompts", self._sampler_problems(sampler))
+
+    def _sampler_problems(self, sampler: Any) -> Iterator[str]:
+        args = self.trainer.args
+        expected = {
+            "mini_repeat_count": args.num_generations,
+            "batch_size": args.generation_batch_size // args.num_generations,
+            "repeat_count": args.num_iterations * args.steps_per_generation,
+        }
+        for name, value in expected.items():
+            if getattr(sampler, name) != value:
+                yield f"{name!r} of the sampler is {getattr(sampler, name)}, not {value}"
+
+    def check_rewards(
+        self, rewards: Tensor, completion_ids: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """
+        Those over all processes, `[N, number of functions]`, as TRL has put them together, for completions of `inputs`,
+        rows of the dataset.
+        """
         n_completions = len(completion_ids)
         first = self.trainer.accelerator.process_index * n_completions
         rewards_here = rewards[first : first + n_completions].cpu()
-        self._report("rewards", self._reward_problems(rewards_here, completion_ids))
+        self._report("rewards", self._reward_problems(rewards_here, completion_ids, inputs))
 
-    def _reward_problems(self, rewards: Tensor, completion_ids: Sequence[Tokens]) -> Iterator[str]:
+    def _reward_problems(
+        self, rewards: Tensor, completion_ids: Sequence[Tokens], rows: Sequence[Mapping[str, Any]]
+    ) -> Iterator[str]:
         for index, (inputs, values) in self.returned.items():
             name = self.trainer.reward_func_names[index]
             if inputs.get("completion_ids") != [*completion_ids]:
                 yield f"{name} did not get the completions' tokens in their order"
+            for column in rows[0].keys() & inputs.keys() - {"prompt", "completion"}:
+                if [*inputs[column]] != [row[column] for row in rows]:
+                    yield f"{name} did not get the column {column!r} in the order of the completions"
             expected = [math.nan if value is None else float(value) for value in values]
             of_trl = rewards[:, index].tolist()
             if not torch.allclose(torch.tensor(of_trl), torch.tensor(expected), rtol=1e-5, equal_nan=True):
@@ -160,7 +196,9 @@ class FirstStep:
         if self.is_of_trl:
             self._report("prompts", self._prompt_problems(inputs, tokenize))
             self._report("tokens and masks", self._token_problems(rollout, completion_ids))
-        self._report("advantages", self._advantage_problems(rollout["advantages"], rewards))
+        exact, rounding = self._exact_advantages(rewards)
+        if exact.any():
+            self._report("advantages", self._advantage_problems(rollout["advantages"], exact, rounding))
 
     def _entry_problems(self, rollout: Mapping[str, Any], n_completions: int) -> Iterator[str]:
         for name in sorted(self._needed_entries() - rollout.keys()):
@@ -229,7 +267,12 @@ class FirstStep:
                 yield f"the mask of tool output in completion {index} is {mask_of_trl}"
 
     def _generation_problems(self, prompt_ids: list[Tokens], completion_ids: list[Tokens]) -> Iterator[str]:
-        most = self.trainer.args.max_completion_length
+        args = self.trainer.args
+        sampling = {"temperature": args.temperature, "do_sample": True} | (args.generation_kwargs or {})
+        expected = sampling["temperature"] if sampling["do_sample"] else 0.0
+        for temperature in self.temperatures - {expected}:
+            yield f"the model samples at a temperature of {temperature}, not {expected}"
+        most = args.max_completion_length
         for index, (prompt, sequence) in enumerate(self.written):
             completion = [*completion_ids[index]]
             if most is not None and len(completion) > most:
@@ -239,7 +282,8 @@ class FirstStep:
             if prompt != [*prompt_ids[index]] or up_to_first_end != completion:
                 yield f"prompt and completion {index} are not what the model has got and written, up to its first end"
 
-    def _advantage_problems(self, advantages: Tensor, rewards: Tensor) -> Iterator[str]:
+    def _exact_advantages(self, rewards: Tensor) -> tuple[Tensor, float]:
+        """Those of all processes in float64, `[N]`, and how far float32 is from them."""
         trainer = self.trainer
         rewards = rewards.cpu()
         weights = trainer.reward_weights.cpu()
@@ -251,8 +295,10 @@ class FirstStep:
         )
         exact = advantages_in(rewards.double(), weights.double())
         in_float32 = advantages_in(rewards.float(), weights.float())
-        rounding = (in_float32 - exact).abs().max()
-        first = trainer.accelerator.process_index * len(advantages)
+        return exact, (in_float32 - exact).abs().max().item()
+
+    def _advantage_problems(self, advantages: Tensor, exact: Tensor, rounding: float) -> Iterator[str]:
+        first = self.trainer.accelerator.process_index * len(advantages)
         pairs = zip(advantages.tolist(), exact[first:].tolist(), strict=False)
         for index, (advantage, expected) in enumerate(pairs):
             allowed = 1e-3 * (1 + abs(expected)) + 10 * rounding
@@ -262,7 +308,8 @@ class FirstStep:
 
     def check_logps(self, samples: Mapping[str, Any], logps_of_trl: Callable[..., Any], *, is_padded: bool) -> None:
         """
-        Log-probabilities of the longest completion of some samples, from its logits. All processes make a pass.
+        Log-probabilities of the longest completions of some samples, from their logits: of the policy, and of a
+        reference that is a model of its own. All processes make as many passes.
 
         `logps_of_trl` is called as TRL's `_get_per_token_logps_and_entropies`: if `is_padded`, on a padded completion,
         as in a micro-batch. This has to be off for a model whose log-probabilities depend on padding.
@@ -278,11 +325,24 @@ class FirstStep:
         self, samples: Mapping[str, Any], logps_of_trl: Callable[..., Any], n_padding: int
     ) -> Iterator[str]:
         trainer = self.trainer
-        longest = int(samples["completion_mask"].sum(dim=1).argmax())
-        prompt_mask = samples["prompt_mask"][longest].bool()
-        prompt = samples["prompt_ids"][longest][prompt_mask][-_LONGEST:]
-        completion_mask = samples["completion_mask"][longest].bool()
-        completion = samples["completion_ids"][longest][completion_mask][:_LONGEST]
+        models = {"the model": trainer.model}
+        if trainer.beta and trainer.ref_model is not None:
+            models["the reference model"] = trainer.ref_model
+        lengths = samples["completion_mask"].sum(dim=1)
+        for place in lengths.argsort(descending=True)[:_CHECKED_COMPLETIONS].tolist():
+            prompt_mask = samples["prompt_mask"][place].bool()
+            prompt = samples["prompt_ids"][place][prompt_mask][-_LONGEST:]
+            completion_mask = samples["completion_mask"][place].bool()
+            completion = samples["completion_ids"][place][completion_mask][:_LONGEST]
+            for name, model in models.items():
+                problems = self._logp_problems_of(model, prompt, completion, logps_of_trl, n_padding)
+                yield from (f"{problem}{name}'s logits" for problem in problems)
+
+    def _logp_problems_of(
+        self, model: Any, prompt: Tensor, completion: Tensor, logps_of_trl: Callable[..., Any], n_padding: int
+    ) -> Iterator[str]:
+        """Of the tokens of a completion; what is found is the beginning of a sentence."""
+        trainer = self.trainer
         if not len(completion):  # all are masked
             completion = prompt[-1:]
             prompt = prompt[:-1]
@@ -292,15 +352,17 @@ class FirstStep:
         padded_ids = pad(ids, (n_padding, n_padding))
         padded_mask = pad(mask, (n_padding, n_padding))
         checkpointing = trainer.args.gradient_checkpointing_kwargs
-        with padding.evaluating(trainer.model), disable_gradient_checkpointing(trainer.model, checkpointing):
-            logps, *_ = logps_of_trl(trainer.model, padded_ids, padded_mask, length + n_padding)
+        with padding.evaluating(model), disable_gradient_checkpointing(model, checkpointing):
+            logps, *_ = logps_of_trl(model, padded_ids, padded_mask, length + n_padding)
             with trainer.accelerator.autocast():
-                logits = trainer.model(input_ids=ids, attention_mask=mask).logits
+                logits = model(input_ids=ids, attention_mask=mask).logits
         before_each_token = logits[:, -length - 1 : -1].float()
         of_vocabulary = (before_each_token / trainer.temperature).log_softmax(dim=-1)
         expected = of_vocabulary.gather(2, completion[None, :, None]).squeeze(2)
-        every_token = torch.ones_like(expected).bool()
-        yield from self._apart(logps[:, :length], expected, every_token, "the model's logits")
+        distance = (logps[:, :length].float() - expected).abs().max().item()
+        is_close = distance <= self._allowed_distance(n_tokens=length)  # NaN is not
+        if not is_close:
+            yield f"that of a token is {distance:.3g} nats away from the one by "
 
     def check_reference(self, of_trl: Tensor, samples: Batch) -> None:
         """Log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout; `samples` have ours."""
@@ -313,10 +375,16 @@ class FirstStep:
         if not len(difference):
             return
         distance = difference.square().mean().sqrt().item()
-        allowed = max(padding.rounding_of_logps(self.trainer), 0.01)
-        is_close = distance <= allowed  # NaN is not
+        is_close = distance <= self._allowed_distance(n_tokens=1)  # NaN is not
         if not is_close:
             yield f"they are {distance:.3g} nats per token away from those of {source}"
+
+    def _allowed_distance(self, n_tokens: int) -> float:
+        """How far the log-probability that is most off, of so many, may be off by rounding alone, in nats."""
+        # The largest of n draws from a normal distribution is below √(2 log n) + 2 standard deviations but for one
+        # time in a hundred.
+        rounding = padding.rounding_of_logps(self.trainer)
+        return max(rounding * (1 + math.sqrt(2 * math.log(n_tokens))), 0.01)
 
     def check_step(self, n_calls: int | None) -> None:
         """The backward passes of an optimizer step, of so many calls of `training_step`; `None` if it is not ours."""

@@ -63,7 +63,13 @@ _THREE_STEPS: dict[str, Any] = {
 _RUNS: dict[str, dict[str, Any]] = {
     "opo": {"scale_rewards": "group", "temperature": 0.5},
     "topr": {"scale_rewards": "batch", "push": "advantage", "off_policy_mask_threshold": 0.02},
-    "grpo": {"scale_rewards": "none", "beta": 0.1, "use_bias_correction_kl": True, "entropy_coef": 0.05},
+    "grpo": {
+        "scale_rewards": "none",
+        "beta": 0.1,
+        "temperature": 0.7,
+        "use_bias_correction_kl": True,
+        "entropy_coef": 0.05,
+    },
     "dapo": {
         "multi_objective_aggregation": "normalize_then_sum",
         "mask_truncated_completions": True,
@@ -71,7 +77,10 @@ _RUNS: dict[str, dict[str, Any]] = {
     },
 }
 _SCRIPTED = "topr"  # whose completions a `rollout_func` writes, some tokens of them as a tool
-_OF_TRL: dict[str, dict[str, Any]] = {"grpo": {"beta": 0.1, "use_bias_correction_kl": True}, "dapo": {}}
+_OF_TRL: dict[str, dict[str, Any]] = {
+    "grpo": {"beta": 0.1, "temperature": 0.7, "use_bias_correction_kl": True},
+    "dapo": {},
+}
 
 _SAMPLING = "sampling, by how likely its tokens are"
 _OLD = "log-probabilities of the behaviour policy"
@@ -96,11 +105,11 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return shares
 
 
-async def prompt_and_first_token(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """A reward that some completions do not get."""
+async def prompt_and_first_token(length: list[int], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """A reward that some completions do not get; the length of the prompt is a column of the dataset."""
     rewards: list[float | None] = []
-    for prompt, tokens in zip(prompts, completion_ids, strict=True):
-        reward = len(prompt) / 16 + tokens[0] / 100
+    for of_prompt, tokens in zip(length, completion_ids, strict=True):
+        reward = of_prompt / 16 + tokens[0] / 100
         rewards.append(None if tokens[0] < 4 else reward)
     return rewards
 
@@ -125,7 +134,7 @@ def prompts() -> Dataset:
     texts: list[str] = []
     for short, long in zip(short_problems, long_problems, strict=True):
         texts += (short["problem"], long["problem"])
-    return Dataset.from_dict({"prompt": texts})
+    return Dataset.from_dict({"prompt": texts, "length": [len(text) for text in texts]})
 
 
 def save_model(folder: str) -> str:
@@ -309,7 +318,7 @@ def samples_of(trainer: Any, rollout: dict[str, Any]) -> list[Sample]:
         completion_ids = rollout["completion_ids"][index][:length].tolist()
         text = trainer.processing_class.decode(prompt_ids)
         [reward] = even_tokens([completion_ids])
-        [other_reward] = asyncio.run(prompt_and_first_token([text], [completion_ids]))
+        [other_reward] = asyncio.run(prompt_and_first_token([len(text)], [completion_ids]))
         samples.append(Sample(prompt_ids, completion_ids, counted[:length].tolist(), [reward, other_reward]))
     return samples
 
