@@ -23,6 +23,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import add_fused_lm_head, pad
 
+from ..batch import Batch
 from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
@@ -155,7 +156,7 @@ class Recorded:
         _add_logps(trainer, groups)
         return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
-    def save(self, trainer: Any, inputs: Rows, rollout: Mapping[str, Any], completion_ids: list[list[int]]) -> None:
+    def save(self, trainer: Any, inputs: Rows, rollout: Batch, completion_ids: list[list[int]]) -> None:
         """Write this process's samples of a round of generation to a file, which a resumed run rewrites."""
         accelerator, done = trainer.accelerator, trainer.completions_generated
         prompt_ids, _, masks = self.generated[:3]  # where `mask_truncated_completions` has masked nothing yet

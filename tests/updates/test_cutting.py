@@ -192,14 +192,14 @@ def test_gradient_with_gaps_in_the_masks_is_that_of_the_definition(tiny_model, t
         assert relative_error(step.gradient, reference.step(number).gradient) < EXACT
 
 
-def test_half_of_the_samples_are_skipped_in_the_first_step_and_none_in_the_second(tiny_model, tmp_path):
+def test_half_of_the_completions_are_left_out_of_the_first_step_and_none_of_the_second(tiny_model, tmp_path):
     planned = run(tiny_model, tmp_path)
     assert [entry["opo/frac_skipped"] for entry in logged(planned)] == [0.5, 0.0, 0.5, 0.0]
     n_computed = [sum(len(batch["opo_target"]) for batch in step.batches) for step in planned.steps]
     assert n_computed == [4, 8, 4, 8]
 
 
-def test_skipped_samples_that_importance_sampling_drops_are_counted(tiny_model, tmp_path):
+def test_completions_that_are_left_out_and_that_importance_sampling_drops_are_counted(tiny_model, tmp_path):
     def drop(rollout, trainer):
         n_completions = len(rollout["completion_ids"])
         rollout["importance_sampling_ratio"] = torch.zeros(n_completions, 1)
@@ -209,7 +209,7 @@ def test_skipped_samples_that_importance_sampling_drops_are_counted(tiny_model, 
     assert [entry["opo/frac_masked"] for entry in entries] == [1.0] * 4
 
 
-def test_anchor_pass_covers_only_the_samples_that_need_it(tiny_model, tmp_path, monkeypatch):
+def test_the_behaviour_policy_scores_only_the_completions_that_need_it(tiny_model, tmp_path, monkeypatch):
     sizes = []
     anchor_pass = RecordingOPO._anchor_pass
 

@@ -13,7 +13,7 @@ from opo_trl.updates.steps import optimizer_step_of_rows
     seed=st.integers(0, 2**32 - 1),
     rollout=st.integers(0, 1000),
 )
-def test_every_block_of_samples_goes_to_different_steps(n_steps, blocks, seed, rollout):
+def test_every_block_of_completions_goes_to_different_steps(n_steps, blocks, seed, rollout):
     steps = optimizer_step_of_rows(blocks * n_steps, n_steps, seed=seed, rollout=rollout)
     for block in np.split(steps, blocks):
         assert sorted(block) == list(range(n_steps))
@@ -30,7 +30,7 @@ def test_seed_and_rollout_choose_the_steps():
     assert len(draws) == len(changes)
 
 
-def test_every_sample_is_equally_likely_in_every_step():
+def test_every_completion_is_equally_likely_in_every_step():
     counts = np.zeros((8, 4))
     for rollout in range(4000):
         steps = optimizer_step_of_rows(8, 4, seed=1, rollout=rollout)

@@ -30,7 +30,7 @@ def sums(n_prompts: int) -> dict:
     ("rows", "accumulation", "steps_per_generation", "prompts", "epochs", "iterations"),
     [(1, 4, 6, 9, 2, 1), (1, 1, 2, 3, 1, 2), (2, 3, 2, 8, 1, 2), (1, 5, 4, 5, 1, 2)],
 )
-def test_every_sample_trained_after_an_update_has_log_probabilities_from_before_it(
+def test_every_completion_trained_after_an_update_has_log_probabilities_from_before_it(
     tiny_model, tmp_path, rows, accumulation, steps_per_generation, prompts, epochs, iterations
 ):
     script = Script()
