@@ -65,7 +65,7 @@ def make_problems(
         check=False,
     )
     if process.returncode:
-        *_, last_line = process.stderr.strip().splitlines()
+        _, _, last_line = process.stderr.strip().rpartition("\n")
         raise ValueError(
             f"dataset_name={name!r} with dataset_settings={dict(settings)!r} and levels={levels!r} cannot be drawn: "
             f"{last_line}."
