@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # some tasks print
-        rows = []
+        rows: list[dict[str, Any]] = []
         for request in json.load(sys.stdin):
             rows += _draw(*request)
     json.dump(rows, sys.stdout)

@@ -189,7 +189,7 @@ def is_reserved(name: str) -> bool:
     return singular.endswith("mask")
 
 
-def truncation_of(row: Row) -> dict[str, float]:
+def truncation_of(row: Mapping[str, Any]) -> dict[str, float]:
     """By which settings tokens were left out when a completion was sampled."""
     settings = {}
     for name, neutral in TRUNCATIONS.items():
