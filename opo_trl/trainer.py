@@ -187,7 +187,9 @@ class OPOTrainer(GRPOTrainer):
         if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
             raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
         if args.rollouts is not None:
-            self.train_dataset = self._recorded.completed(self)
+            self.train_dataset = self._recorded.completed(
+                self, tokenize_prompts=self._tokenize_prompts, takes_positions=self._takes_positions
+            )
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
@@ -450,8 +452,9 @@ class OPOTrainer(GRPOTrainer):
         """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
-            inputs = self._recorded.one_by_one(inputs, self.accelerator.process_index)
-            source = temporarily(self, rollout_func=self._recorded.recall)
+            inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)
+            recall = partial(self._recorded.recall, tokenize_prompts=self._tokenize_prompts)
+            source = temporarily(self, rollout_func=recall)
         training = self.model.training
         with recorded_rewards(self) as scored, source, chdir("."):  # a reward may change the folder
             try:
@@ -480,7 +483,7 @@ class OPOTrainer(GRPOTrainer):
             self.completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
             if self.args.save_rollouts:
-                self._recorded.save(self, inputs, rollout, completion_ids)
+                self._recorded.save(self, inputs, rollout, completion_ids, takes_positions=self._takes_positions)
         else:
             self._evaluated.append(rewards)
         return rollout

@@ -286,7 +286,7 @@ def test_simulated_release_that_breaks_ends_in_the_first_rollout(tiny_model, tmp
 OLD = """
 import importlib
 
-for module in ("config", "trainer", "evaluate", "train"):
+for module in ("config", "trainer", "evaluate", "command.train"):
     try:
         importlib.import_module("opo_trl." + module)
     except ImportError as error:

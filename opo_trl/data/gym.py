@@ -65,7 +65,7 @@ def make_problems(
         check=False,
     )
     if process.returncode:
-        *_, last_line = process.stderr.strip().splitlines()
+        _, _, last_line = process.stderr.strip().rpartition("\n")
         raise ValueError(
             f"dataset_name={name!r} with dataset_settings={dict(settings)!r} and levels={levels!r} cannot be drawn: "
             f"{last_line}."
@@ -173,7 +173,7 @@ def _plain(value: Any) -> Any:
 
 if __name__ == "__main__":
     with contextlib.redirect_stdout(sys.stderr):  # some tasks print
-        rows = []
+        rows: list[dict[str, Any]] = []
         for request in json.load(sys.stdin):
             rows += _draw(*request)
     json.dump(rows, sys.stdout)

@@ -148,7 +148,7 @@ def _sources(rows: Dataset, columns: Mapping[str, str], asked: str) -> dict[str,
         solution = "solution" if "solution" in names else _answer_column(rows)
         if solution is not None:
             sources["solution"] = solution
-    return sources | columns
+    return {**sources, **columns}
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:

@@ -6,7 +6,7 @@ Logs of agents and of other trainers, as recorded rollouts ([`reuse.reading`]).
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -15,76 +15,64 @@ from ..data.prompts import is_chat
 
 logger = logging.getLogger(__name__)
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 
 # Column of a row that is being read: its file in a folder, else "", and its number there. Messages name them.
 PLACE = "row_of_rollouts"
 
-# Columns that say which tokens were left out of sampling, and the values, besides null, with which none were.
-CUTS = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+# Settings by which tokens are left out of sampling, and the values, besides null, with which none are.
+TRUNCATIONS = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 
 _AS_CHAT = "Write each conversation as a row with `messages`, as OpenAI's chat API takes them, and `reward`"
 _LANGCHAIN = ("LangChain's", "Write what its `convert_to_openai_messages` returns")
 
 
-def place_of(row: Mapping[str, Any]) -> str:
+def place_of(row: Row) -> str:
     """Where a row is, for a message."""
     file, number = row[PLACE]
     return f"{file!r}, row {number}" if file else f"row {number}"
 
 
+# Traces of verifiers
+
+
 def _of_verifiers(rows: Rows, source: str) -> Rows:
     """`traces.jsonl`, also of prime-rl: traces of agents that are trained; those with an error are unscored."""
-    traces = [(episode, trace) for episode in rows for trace in episode["traces"] if trace["agent"]["trainable"]]
-    paths = [(episode, trace) for episode, trace in traces if _is_one_path(trace["nodes"])]
-    with_tokens = [(episode, trace) for episode, trace in paths if _has_tokens(trace["nodes"])]
+    traces: Rows = []
+    for episode in rows:
+        of_episode = {"group": episode.get("group"), PLACE: episode[PLACE]}
+        traces += [{**trace, **of_episode} for trace in episode["traces"] if trace["agent"]["trainable"]]
+    paths = [trace for trace in traces if _is_one_path(trace["nodes"])]
+    with_tokens = [trace for trace in paths if _has_tokens(trace["nodes"])]
     usable = with_tokens or paths
     one_path = "one conversation, whose assistant's turns the model has written"
     if not usable:
-        said = f"this trace of verifiers, like all others, is of an agent that is not trained, or not {one_path}"
-        fix = "Record others, or write each of their branches as a row with `messages` and `reward`"
-        raise ValueError(f"rollouts={source!r}, {place_of(rows[0])}: {said}. {fix}.")
+        raise ValueError(
+            f"rollouts={source!r}, {place_of(rows[0])}: this trace of verifiers, like all others, is of an agent that "
+            f"is not trained, or not {one_path}. "
+            "Record others, or write each of their branches as a row with `messages` and `reward`."
+        )
     unusable = {f"are not {one_path}": len(traces) - len(paths), "have no tokens": len(paths) - len(usable)}
-    for why, count in unusable.items():
+    for reason, count in unusable.items():
         if count:
-            logger.warning(f"rollouts={source!r}: {count:,} of its {len(traces):,} traces {why}. They are left out.")
-    made = []
-    for episode, trace in usable:
-        nodes, scores = trace["nodes"], [score for score in trace["rewards"].values() if score]
-        first = next(place for place, node in enumerate(nodes) if node["sampled"])
-        last = next(node for node in reversed(nodes) if node["sampled"])
-        settings = [call.get("sampling") or {} for call in trace["calls"]]
-        group = (episode.get("group") or {}).get("id") or trace["task"].get("key")
-        row: dict[str, Any] = {
-            "prompt": [node["message"] for node in nodes[:first]],
-            **{name: _first_of(name, settings) for name in ("temperature", *CUTS)},
-            "reward": sum(one["score"] * one["weight"] for one in scores) if trace["ok"] and scores else None,
-            "group": f"{group} {trace['agent']['name']}",
-            PLACE: episode[PLACE],
-        }
-        if with_tokens:
-            ids, mask = ([*chain.from_iterable(node[name] for node in nodes)] for name in ("token_ids", "mask"))
-            start, logps = mask.index(True), chain.from_iterable(node["logprobs"] for node in nodes)
-            row |= {"prompt_ids": ids[:start], "completion_ids": ids[start:], "completion_mask": mask[start:]}
-            row["logprobs"] = [next(logps, None) if own else None for own in mask[start:]]
-            row["completion"] = last["message"].get("content") or ""  # says whether the tokenizer is the model's
-        else:
-            row["completion"] = [node["message"] for node in nodes[first:]]
-            row["tools"] = [_function(tool, "name", "description", "parameters") for tool in trace["tools"]]
-        made.append(row)
-    return made
-
-
-def _first_of(name: str, settings: Rows) -> Any:
-    """The first value of a setting that is set; `None` if none is."""
-    return next((setting[name] for setting in settings if setting.get(name) is not None), None)
+            logger.warning(
+                f"rollouts={source!r}: {count:,} of its {len(traces):,} traces {reason}. They are left out."
+            )
+    columns_of_trace = _tokens_of_trace if with_tokens else _messages_of_trace
+    return [_row_of_trace(trace) | columns_of_trace(trace) for trace in usable]
 
 
 def _is_one_path(nodes: Rows) -> bool:
     """Whether the messages of a trace are one conversation, in which the model has said what the assistant says."""
-    parents = {node.get("parent") for node in nodes} - {None}
-    sampled = [node["sampled"] for node in nodes if node["message"]["role"] == "assistant"]
-    return len(nodes) - len(parents) == 1 and any(sampled) and all(sampled[sampled.index(True) :])
+    parents = {node.get("parent") for node in nodes}
+    parents.discard(None)
+    n_leaves = len(nodes) - len(parents)
+    are_sampled = [node["sampled"] for node in nodes if node["message"]["role"] == "assistant"]
+    if n_leaves != 1 or not any(are_sampled):
+        return False
+    first = are_sampled.index(True)
+    return all(are_sampled[first:])
 
 
 def _has_tokens(nodes: Rows) -> bool:
@@ -92,46 +80,142 @@ def _has_tokens(nodes: Rows) -> bool:
     return all(any(node["mask"]) for node in nodes if node["sampled"])
 
 
+def _row_of_trace(trace: Row) -> Row:
+    """The columns that a trace has with tokens and without."""
+    first = _first_sampled(trace["nodes"])
+    row: Row = {"prompt": _messages(trace["nodes"][:first])}
+    settings = [call.get("sampling") or {} for call in trace["calls"]]
+    for name in ("temperature", *TRUNCATIONS):
+        row[name] = _first_set(name, settings)
+    row["reward"] = _reward_of_trace(trace)
+    group = trace["group"] or {}
+    group_name = group.get("id") or trace["task"].get("key")
+    agent_name = trace["agent"]["name"]
+    row["group"] = f"{group_name} {agent_name}"
+    row[PLACE] = trace[PLACE]
+    return row
+
+
+def _reward_of_trace(trace: Row) -> float | None:
+    """The weighted sum of a trace's scores; `None` if it has ended with an error, or has no score."""
+    scores = [score for score in trace["rewards"].values() if score]
+    if not trace["ok"] or not scores:
+        return None
+    return sum(score["score"] * score["weight"] for score in scores)
+
+
+def _first_set(name: str, settings: Rows) -> Any:
+    """The first value of a setting that is set; `None` if none is."""
+    for settings_of_call in settings:
+        if settings_of_call.get(name) is not None:
+            return settings_of_call[name]
+    return None
+
+
+def _first_sampled(nodes: Rows) -> int:
+    """Where the first message is that the model has written."""
+    return next(index for index, node in enumerate(nodes) if node["sampled"])
+
+
+def _messages(nodes: Rows) -> list[Any]:
+    return [node["message"] for node in nodes]
+
+
+def _tokens_of_trace(trace: Row) -> Row:
+    """The columns of a trace with tokens; its completion begins with the first token that the model has sampled."""
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    sampled_logps: list[float] = []
+    last_text = ""
+    for node in trace["nodes"]:
+        token_ids += node["token_ids"]
+        mask += node["mask"]
+        sampled_logps += node["logprobs"]
+        if node["sampled"]:
+            last_text = node["message"].get("content") or ""
+    start = mask.index(True)
+    remaining_logps = iter(sampled_logps)  # A trace that lacks some is rejected with its row.
+    return {
+        "prompt_ids": token_ids[:start],
+        "completion_ids": token_ids[start:],
+        "completion_mask": mask[start:],
+        "logprobs": [next(remaining_logps, None) if is_sampled else None for is_sampled in mask[start:]],
+        "completion": last_text,  # It shows whether the tokenizer is the model's.
+    }
+
+
+def _messages_of_trace(trace: Row) -> Row:
+    """The columns of a trace without tokens."""
+    first = _first_sampled(trace["nodes"])
+    tools = [_function(tool, "name", "description", "parameters") for tool in trace["tools"]]
+    return {"completion": _messages(trace["nodes"][first:]), "tools": tools}
+
+
+# Tables of verl and TRL, and conversations of anybody
+
+
 def _of_verl(rows: Rows, source: str) -> Rows:
-    said = "verl's `rollout_data_dir` has text without special tokens: prompts lack those of the chat template"
-    logger.warning(f"rollouts={source!r}: {said}, and what tools have written counts as sampled.")
-    named = {"prompt": "input", "completion": "output", "reward": "score", "group": "step", PLACE: PLACE}
-    return [{ours: row.get(theirs) for ours, theirs in named.items()} for row in rows]
+    logger.warning(
+        f"rollouts={source!r}: verl's `rollout_data_dir` has text without special tokens: prompts lack those of the "
+        "chat template, and what tools have written counts as sampled."
+    )
+    columns = {"prompt": "input", "completion": "output", "reward": "score", "group": "step", PLACE: PLACE}
+    return [{ours: row.get(theirs) for ours, theirs in columns.items()} for row in rows]
 
 
 def _of_trl(rows: Rows, source: str) -> Rows:
     """`completions_*.parquet`. Weights of rewards are not in there: if there are several, the advantage is taken."""
-    said = "a file of a step at which the run evaluated has those completions, too. Leave it out"
-    logger.warning(f"rollouts={source!r} is of TRL: {said}.")
+    logger.warning(
+        f"rollouts={source!r} is of TRL: a file of a step at which the run evaluated has those completions, too. "
+        "Leave it out."
+    )
     others = rows[0].keys() - {"step", "prompt", "completion", "advantage"}
-    scores = [name for name in others if all(isinstance(row[name], float | None) for row in rows)]
+    scores = []
+    for name in others:
+        if all(isinstance(row[name], float | None) for row in rows):
+            scores.append(name)
     reward = scores[0] if len(scores) == 1 else "advantage"
-    made, last = Rows(), None
-    for step, part in groupby(rows, key=itemgetter("step")):
-        of_step = [*part]
-        rollout = [{name: row[name] for name in row.keys() - {"step", PLACE}} for row in of_step]
-        for row in of_step if rollout != last else ():  # TRL writes one again at each step that it serves
-            score = row[reward] if any(row[name] is not None for name in scores) else None
-            texts = {"prompt": row["prompt"], "completion": row["completion"]}
-            made.append({**texts, "reward": score, "group": step, PLACE: row[PLACE]})
-        last = rollout
-    return made
+    rows_of_rollouts = []
+    previous = None
+    for _, rows_with_step in groupby(rows, key=itemgetter("step")):
+        rows_of_step = list(rows_with_step)
+        rollout = [{name: row[name] for name in row.keys() - {"step", PLACE}} for row in rows_of_step]
+        if rollout != previous:  # TRL writes a rollout again at each step that it serves.
+            rows_of_rollouts += rows_of_step
+        previous = rollout
+    return [_row_of_trl(row, reward, scores) for row in rows_of_rollouts]
+
+
+def _row_of_trl(row: Row, reward: str, scores: Collection[str]) -> Row:
+    """A row whose reward is in the column of this name; without any of the `scores`, it is unscored."""
+    is_scored = any(row[name] is not None for name in scores)
+    return {
+        "prompt": row["prompt"],
+        "completion": row["completion"],
+        "reward": row[reward] if is_scored else None,
+        "group": row["step"],
+        PLACE: row[PLACE],
+    }
 
 
 def _of_conversations(rows: Rows, source: str) -> Rows:
     """Of anybody: the completion begins with what the assistant says first."""
     for row in rows:
-        at = f"rollouts={source!r}, {place_of(row)}"
+        place = f"rollouts={source!r}, {place_of(row)}"
         messages = row.pop("messages")
         if "completion" in row:
-            raise ValueError(f"{at}: `completion` is not used beside `messages`. Append it to them, or remove one.")
+            raise ValueError(f"{place}: `completion` is not used beside `messages`. Append it to them, or remove one.")
         if not is_chat(messages):
-            raise ValueError(f"{at}: {misfit('messages', messages)}.")
-        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        if first == len(messages):
-            fix = "Append what it has answered"
-            raise ValueError(f"{at}: `completion` is [], as the assistant says nothing in `messages`. {fix}.")
-        row |= {"prompt": messages[:first], "completion": messages[first:]}
+            raise ValueError(f"{place}: {misfit('messages', messages)}.")
+        roles = [message["role"] for message in messages]
+        if "assistant" not in roles:
+            raise ValueError(
+                f"{place}: `completion` is [], as the assistant says nothing in `messages`. "
+                "Append what it has answered."
+            )
+        first = roles.index("assistant")
+        row["prompt"] = messages[:first]
+        row["completion"] = messages[first:]
     return rows
 
 
@@ -176,52 +260,70 @@ def misfit(name: str, value: Any) -> str:
     """What the value of a column is, which cannot be used, and what to do: a sentence without its end."""
     if isinstance(value, str) and name not in ("prompt", "completion", "reward", "temperature"):
         return f"`{name}` is {value!r:.60}, which is text. Write the list itself, not its JSON"
-    for item in value if isinstance(value, list) else ():
-        fields = {name: part for name, part in item.items() if part is not None} if isinstance(item, Mapping) else {}
-        if "role" not in fields and (known := _kind_of(fields)):
-            what, fix = known
+    for message in value if isinstance(value, list) else ():
+        if not isinstance(message, Mapping):
+            continue
+        fields = {field: content for field, content in message.items() if content is not None}
+        kind = None if "role" in fields else _kind_of(fields)
+        if kind is not None:
+            what, fix = kind
             return f"`{name}` has {fields!r:.60}, which is {what}. {fix}"
     return f"`{name}` is {value!r:.60}, which it cannot be. See docs/reuse.md"
 
 
-def _kind_of(item: Mapping[str, Any]) -> tuple[str, str] | None:
+def _kind_of(message: Mapping[str, Any]) -> tuple[str, str] | None:
     """Whose message it is that has no `role`, and what to do; nothing if that is not known."""
-    if "from" in item and "value" in item:
+    if "from" in message and "value" in message:
         return "ShareGPT's", "Write `role` and `content`, with the roles system, user and assistant"
-    if "lc" in item or item.get("type") in ("human", "ai", "system", "tool", "function"):
+    if "lc" in message or message.get("type") in ("human", "ai", "system", "tool", "function"):
         return _LANGCHAIN
-    return ("an item of OpenAI's Responses API", _AS_CHAT) if "type" in item else None
+    if "type" in message:
+        return "an item of OpenAI's Responses API", _AS_CHAT
+    return None
 
 
-def as_chat(message: Mapping[str, Any], at: str) -> dict[str, Any]:
+# Messages
+
+
+def as_chat(message: Row, place: str) -> Row:
     """
-    A message as chat templates take it: its text in one, calls as OpenAI writes them, and no empty fields. `at` says
-    where it is, for errors. Content that is neither text nor a list stays what it is.
+    A message as chat templates take it: its text in one, calls as OpenAI writes them, and no empty fields. `place`
+    says where it is, for errors. Content that is neither text nor a list stays what it is.
     """
-    text, calls = message.get("content") or "", message.get("tool_calls") or ()
-    if isinstance(text, list):
-        other = [part for part in text if not (isinstance(part, Mapping) and isinstance(part.get("text"), str))]
-        if other:
-            raise ValueError(f"{at}: a message has {other[0]!r:.60}, and only text can be trained on.")
-        text = "".join(part["text"] for part in text)
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = _joined_parts(content, place)
+    calls = message.get("tool_calls") or ()
     if isinstance(calls, str):
-        raise ValueError(f"{at}: {misfit('tool_calls', calls)}.")
-    turn = {**message, "content": text, "tool_calls": [_as_call(call, at) for call in calls]}
+        raise ValueError(f"{place}: {misfit('tool_calls', calls)}.")
+    turn = {**message, "content": content, "tool_calls": [_as_call(call, place) for call in calls]}
     return {name: value for name, value in turn.items() if name == "content" or value not in (None, "", [], {})}
 
 
-def _as_call(call: Any, at: str) -> Mapping[str, Any]:
+def _joined_parts(parts: list[Any], place: str) -> str:
+    """The text of content that is written in parts."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise ValueError(f"{place}: a message has {part!r:.60}, and only text can be trained on.")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _as_call(call: Any, place: str) -> Mapping[str, Any]:
     """A call as OpenAI writes it, also if it is written without `function`."""
     function = call.get("function") or call if isinstance(call, Mapping) else call
     if isinstance(function, Mapping) and {"name", "arguments"} <= function.keys():
         return _function(call, "name", "arguments") if function is call else call
-    kind, fix = "not as OpenAI writes it", 'Write {"function": {"name": …, "arguments": …}} for each call'
+    kind = "not as OpenAI writes it"
+    fix = 'Write {"function": {"name": …, "arguments": …}} for each call'
     if isinstance(function, str):
         kind = "text"
     elif isinstance(function, Mapping) and "args" in function:
         kind, fix = _LANGCHAIN
-    raise ValueError(f"{at}: `tool_calls` has {function!r:.60}, which is {kind}. {fix}.")
+    raise ValueError(f"{place}: `tool_calls` has {function!r:.60}, which is {kind}. {fix}.")
 
 
-def _function(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {"type": "function", "function": {name: given[name] for name in names}}
+def _function(fields: Mapping[str, Any], *names: str) -> Row:
+    return {"type": "function", "function": {name: fields[name] for name in names}}

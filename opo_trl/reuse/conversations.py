@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import chain, groupby
+from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -15,16 +15,24 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from trl.trainer.utils import remove_none_values
 
 
+Message = Mapping[str, Any]
+
 # Fields by which a log says that a turn is not to be trained on: of ART, of OpenAI's fine-tuning, of axolotl.
 _TRAINABLE = ("trainable", "weight", "train", "training")
 # Fields in which the assistant speaks, besides its calls; most templates know only some of them.
 _SPOKEN = ("content", "reasoning_content", "reasoning", "thinking", "refusal", "function_call")
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 
+_NOT_MARKED = "the chat template does not mark each turn of the assistant by {% generation %}"
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 
 
 class UnfaithfulError(ValueError):
     """A chat template does not render a conversation as the model has read and written it; the message says why."""
+
+
+class UnmarkedError(ValueError):
+    """A chat template does not mark what the assistant has written."""
 
 
 def tokenizer_of(trainer: Any) -> Any:
@@ -41,165 +49,248 @@ def marking_template(tokenizer: Any) -> str:
     return template
 
 
-def tokenized(
-    trainer: Any, template: str, prompt: Sequence[Any], completion: Sequence[Any], tools: Sequence[Any]
-) -> dict[str, list[int]]:
-    """
-    A conversation as columns of recorded rollouts. In a turn of `completion`, the policy has sampled what the template
-    marks, from where its generation prompt ends to the end of the turn. The prompt is all before the first such token.
+@dataclass
+class ChatRenderer:
+    """Renders conversations as a run does."""
 
-    Raises:
-        [`UnfaithfulError`]: the template leaves something out, or puts something else before a turn than the
-            generation prompt with which the run asks for it.
-    """
-    messages = [*as_rendered(prompt), *as_rendered(completion)]
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    own = [place for place in turns if place >= len(prompt)]
-    messages = messages[: own[-1] + 1]  # what follows the last turn does not count
-    if any(messages[turn].get(name) in (False, 0) for turn in own for name in _TRAINABLE):
-        raise UnfaithfulError("a turn of the assistant is marked as not to be trained on")
-    options = {"tools": remove_none_values([*tools]) or None, "chat_template": template}
-    options |= trainer.chat_template_kwargs
-    render = partial(_rendered, tokenizer_of(trainer), options)
-    _check_read(render, messages, own)
-    _check_thoughts(render, messages, own)
-    text = render(messages)
-    with_marks = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    rendered = render(messages, **with_marks, tokenizer_kwargs={"return_offsets_mapping": True})
-    ids, characters = rendered["input_ids"], rendered["offset_mapping"]
-    stretches = groupby(enumerate(rendered["assistant_masks"]), key=itemgetter(1))
-    marked = [[place for place, _ in stretch] for is_marked, stretch in stretches if is_marked]
-    if len(marked) != len(turns):
-        said = "the chat template does not mark each turn of the assistant by {% generation %}"
-        if marked:
-            raise UnfaithfulError(said)
-        fix = "Mark it, or record `completion_ids` with a mask"
-        raise ValueError(f"rollouts={trainer.args.rollouts!r}: {said}. {fix}.")
-    mask = [0] * len(ids)
-    for turn, places in zip(own, marked[-len(own) :], strict=True):
-        context = render(messages[:turn], add_generation_prompt=True)
-        if not text.startswith(context):
-            raise UnfaithfulError("the chat template renders something else before a turn than its generation prompt")
-        behind = [place for place in places if characters[place][0] >= len(context)]
-        end = next((i for i, place in enumerate(behind, 1) if ids[place] in trainer.eos_token_ids), None)
-        sampled = behind[:end]
+    tokenizer: Any
+    template_options: Mapping[str, Any]  # `chat_template_kwargs`
+    end_token_ids: Collection[int]  # by which a turn ends
+
+    def check_prompt(self, prompt: Sequence[Message]) -> None:
+        """Raise an [`UnfaithfulError`] if a prompt of messages is not all rendered by the run's chat template."""
+        rendering = _Rendering(self.tokenizer, self.template_options)
+        _check_context(rendering, as_rendered(prompt), turns=())
+
+    def tokenized(
+        self, template: str, prompt: Sequence[Message], completion: Sequence[Message], tools: Sequence[Any]
+    ) -> dict[str, list[int]]:
+        """
+        A conversation as columns of recorded rollouts. In a turn of `completion`, the policy has sampled what the
+        template marks, from where its generation prompt ends to the end of the turn. The prompt is all before the
+        first such token.
+
+        Raises:
+            [`UnfaithfulError`]: the template leaves something out, or puts something else before a turn than the
+                generation prompt with which the run asks for it.
+            [`UnmarkedError`]: the template marks no turn of the assistant.
+        """
+        messages = as_rendered(prompt) + as_rendered(completion)
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        turns_of_policy = [turn for turn in turns if turn >= len(prompt)]
+        messages = messages[: turns_of_policy[-1] + 1]  # What follows the last turn does not count.
+        _check_trainable(messages[turn] for turn in turns_of_policy)
+        described_tools = remove_none_values(list(tools)) or None
+        options = {"tools": described_tools, "chat_template": template, **self.template_options}
+        rendering = _Rendering(self.tokenizer, options)
+        _check_context(rendering, messages, turns_of_policy)
+        _check_thoughts(rendering, messages, turns_of_policy)
+        text = rendering.text(messages)
+        tokens = rendering.tokens(messages)
+        stretches = _marked_stretches(tokens["assistant_masks"])
+        if not stretches:
+            raise UnmarkedError(_NOT_MARKED)
+        if len(stretches) != len(turns):
+            raise UnfaithfulError(_NOT_MARKED)
+        token_ids = tokens["input_ids"]
+        mask = [0] * len(token_ids)
+        stretches_of_policy = stretches[-len(turns_of_policy) :]
+        for turn, stretch in zip(turns_of_policy, stretches_of_policy, strict=True):
+            context = rendering.text(messages[:turn], add_generation_prompt=True)
+            if not text.startswith(context):
+                raise UnfaithfulError(
+                    "the chat template renders something else before a turn than its generation prompt"
+                )
+            sampled = self._sampled_places(stretch, tokens, len(context))
+            start_of_turn, _ = tokens["offset_mapping"][stretch[0]]
+            _, end_of_turn = tokens["offset_mapping"][sampled[-1]]
+            _check_written(messages[turn], text[start_of_turn:end_of_turn])
+            for place in sampled:
+                mask[place] = 1
+        start = mask.index(1)
+        end = sampled[-1] + 1  # of the last turn
+        return {
+            "prompt_ids": token_ids[:start],
+            "completion_ids": token_ids[start:end],
+            "completion_mask": mask[start:end],
+        }
+
+    def _sampled_places(self, stretch: list[int], tokens: Mapping[str, Any], n_context: int) -> list[int]:
+        """
+        Which tokens of a turn's marked ones, `stretch`, the policy has sampled: those behind the first `n_context`
+        characters, up to the first that ends a turn.
+        """
+        sampled = []
+        for place in stretch:
+            first_character, _ = tokens["offset_mapping"][place]
+            if first_character >= n_context:
+                sampled.append(place)
+                if tokens["input_ids"][place] in self.end_token_ids:
+                    break
         if not sampled:
             raise UnfaithfulError("the chat template renders nothing of a turn behind its generation prompt")
-        _check_written(messages[turn], text[characters[places[0]][0] : characters[sampled[-1]][1]])
-        for place in sampled:
-            mask[place] = 1
-    own_tokens = [place for place, is_own in enumerate(mask) if is_own]
-    start, end = own_tokens[0], own_tokens[-1] + 1
-    return {"prompt_ids": ids[:start], "completion_ids": ids[start:end], "completion_mask": mask[start:end]}
+        return sampled
 
 
-def check_prompt(trainer: Any, prompt: Sequence[Any]) -> None:
-    """Raise an [`UnfaithfulError`] if a prompt of messages is not all rendered by the run's chat template."""
-    render = partial(_rendered, tokenizer_of(trainer), trainer.chat_template_kwargs)
-    _check_read(render, as_rendered(prompt), own=())
+@dataclass
+class _Rendering:
+    """One form in which a tokenizer renders messages: with these options of `apply_chat_template`."""
+
+    tokenizer: Any
+    options: Mapping[str, Any]
+
+    def text(self, messages: Sequence[Message], **options: Any) -> str:
+        return self._apply(messages, {"tokenize": False, **self.options, **options})
+
+    def tokens(self, messages: Sequence[Message]) -> Mapping[str, Any]:
+        """`input_ids`, and of each token `assistant_masks` and `offset_mapping`."""
+        forms = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        return self._apply(messages, {**self.options, **forms, "tokenizer_kwargs": {"return_offsets_mapping": True}})
+
+    def _apply(self, messages: Sequence[Message], options: Mapping[str, Any]) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except (TemplateError, TypeError) as error:  # Such as of a template that takes something else for text.
+            raise UnfaithfulError(f"the chat template refuses it ({error})") from error
 
 
-def spoken(turns: Sequence[Mapping[str, Any]]) -> str:
+def _marked_stretches(mask: Sequence[int]) -> list[list[int]]:
+    """The places of each stretch of ones in a mask."""
+    stretches = []
+    for is_marked, stretch in groupby(enumerate(mask), key=itemgetter(1)):
+        if is_marked:
+            stretches.append([place for place, _ in stretch])
+    return stretches
+
+
+def spoken(turns: Sequence[Message]) -> str:
     """What the assistant says in messages, without its calls."""
-    return "\n".join(str(turn["content"]) for turn in turns if turn["role"] == "assistant" and turn["content"])
+    texts = [str(turn["content"]) for turn in turns if turn["role"] == "assistant" and turn["content"]]
+    return "\n".join(texts)
 
 
-def empty_thoughts(tokenizer: Any, row: Mapping[str, list[int]], turns: Sequence[Mapping[str, Any]]) -> int:
-    """How many of the empty thoughts that count as sampled in a row of [`tokenized`] are not in its turns."""
-    sampled = [token for token, is_own in zip(row["completion_ids"], row["completion_mask"], strict=True) if is_own]
-    in_row, in_turns = (len(_EMPTY_THOUGHT.findall(text)) for text in (tokenizer.decode(sampled), spoken(turns)))
-    return in_row - in_turns
+def empty_thoughts(tokenizer: Any, row: Mapping[str, list[int]], turns: Sequence[Message]) -> int:
+    """How many of the empty thoughts that count as sampled in a row of [`ChatRenderer.tokenized`] no turn has."""
+    tokens = zip(row["completion_ids"], row["completion_mask"], strict=True)
+    sampled = [token for token, is_sampled in tokens if is_sampled]
+    in_row = _EMPTY_THOUGHT.findall(tokenizer.decode(sampled))
+    in_turns = _EMPTY_THOUGHT.findall(spoken(turns))
+    return len(in_row) - len(in_turns)
 
 
-def _rendered(tokenizer: Any, options: Mapping[str, Any], messages: Sequence[Any], **more: Any) -> Any:
-    """A conversation as text or, by `more` options, in another form."""
-    try:
-        return tokenizer.apply_chat_template(messages, **{"tokenize": False, **options, **more})
-    except (TemplateError, TypeError) as error:  # of a template that takes something else for text
-        raise UnfaithfulError(f"the chat template refuses it ({error})") from error
-
-
-def as_rendered(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as chat templates take them: without empty fields, and with the arguments of calls not as JSON."""
-    turns: Any = [remove_none_values(message) for message in messages]
-    for call in chain.from_iterable(turn.get("tool_calls", ()) for turn in turns):
-        with suppress(KeyError, TypeError, ValueError):  # they are a mapping, or not the JSON that they should be
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return turns
+    rendered: list[Any] = [remove_none_values(message) for message in messages]
+    for message in rendered:
+        for call in message.get("tool_calls", ()):
+            with suppress(KeyError, TypeError, ValueError):  # They are a mapping, or not the JSON that they should be.
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return rendered
 
 
-def _check_read(render: Callable[[Sequence[Any]], str], messages: Sequence[Any], own: Collection[int]) -> None:
+# Checks of what a template renders
+
+
+def _check_trainable(turns: Iterator[Message]) -> None:
+    for turn in turns:
+        if any(turn.get(name) in (False, 0) for name in _TRAINABLE):
+            raise UnfaithfulError("a turn of the assistant is marked as not to be trained on")
+
+
+def _check_context(rendering: _Rendering, messages: Sequence[Message], turns: Collection[int]) -> None:
     """
-    Check that all messages but the policy's `own` are rendered: the words that take the place of what they say must
+    Check that all messages but the policy's `turns` are rendered: the words that take the place of what they say must
     come again. What they say might also stand somewhere else.
     """
-    marked, expected = [], []
-    for place, message in enumerate(messages):
+    with_words = []
+    expected = []  # role, word and how often it has to come
+    for index, message in enumerate(messages):
         if not isinstance(message.get("content") or "", str):
             raise UnfaithfulError(f"the content of a message of {message['role']!r} is not text")
-        if place not in own:
-            word = f"[message {place}]"
-            message, count = _in_other_words(message, word)
-            expected.append((message["role"], word, count))
-        marked.append(message)
-    text = render(marked)
+        if index in turns:
+            with_words.append(message)
+            continue
+        word = f"[message {index}]"
+        in_other_words, count = _in_other_words(message, word)
+        with_words.append(in_other_words)
+        expected.append((message["role"], word, count))
+    text = rendering.text(with_words)
     for role, word, count in expected:
         if text.count(word) < count:
             raise UnfaithfulError(f"the chat template leaves out something of a message of {role!r}")
 
 
-def _in_other_words(message: Mapping[str, Any], word: str) -> tuple[dict[str, Any], int]:
+def _in_other_words(message: Message, word: str) -> tuple[dict[str, Any], int]:
     """A message with a word in place of its content and of the names of its calls, and how often that is."""
-    changed, calls = dict(message), [*message.get("tool_calls", ())]
+    changed = dict(message)
+    count = 0
     if message.get("content"):
         changed["content"] = word
+        count += 1
+    calls = message.get("tool_calls")
     if calls:
         changed["tool_calls"] = [{**call, "function": {**call["function"], "name": word}} for call in calls]
+        count += len(calls)
     if message.get("function_call"):  # of OpenAI's first API
         changed["function_call"] = {"name": word, "arguments": "{}"}
-    return changed, bool(message.get("content")) + len(calls) + bool(message.get("function_call"))
+        count += 1
+    return changed, count
 
 
-def _check_thoughts(render: Callable[..., str], messages: Sequence[Mapping[str, Any]], own: Sequence[int]) -> None:
-    """Check that the model has read its earlier thoughts again when it was asked for the last of its turns, `own`."""
-    thoughts = [thought for turn in own[:-1] if (thought := _squeezed(_thought(messages[turn])))]
-    if thoughts:  # by the model's own template: TRL's variant may keep what that removes
-        asked = _squeezed(render(messages[: own[-1]], add_generation_prompt=True, chat_template=None))
-        if any(thought not in asked for thought in thoughts):
-            raise UnfaithfulError("the chat template removes an earlier thought")
+def _check_thoughts(rendering: _Rendering, messages: Sequence[Message], turns: Sequence[int]) -> None:
+    """Check that the model has read its earlier thoughts again when it was asked for the last of its `turns`."""
+    *earlier, last = turns
+    thoughts = [_squeezed(_thought(messages[turn])) for turn in earlier]
+    if not any(thoughts):
+        return
+    # By the model's own template: TRL's variant may keep what that removes.
+    asked = rendering.text(messages[:last], add_generation_prompt=True, chat_template=None)
+    asked = _squeezed(asked)
+    if any(thought not in asked for thought in thoughts):
+        raise UnfaithfulError("the chat template removes an earlier thought")
 
 
-def _check_written(message: Mapping[str, Any], written: str) -> None:
+def _check_written(message: Message, written: str) -> None:
     """Check that a turn of the policy is rendered with all that it says, whatever its white space."""
-    said = {name: message[name] for name in _SPOKEN if message.get(name)}
-    if calls := message.get("tool_calls"):
-        said["tool_calls"] = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-    if not said and message.keys() - {"role", "content", *_TRAINABLE}:  # a model may also end a turn at once
+    content = {name: message[name] for name in _SPOKEN if message.get(name)}
+    calls = message.get("tool_calls")
+    if calls:
+        functions = [call["function"] for call in calls]
+        content["tool_calls"] = [(function["name"], function["arguments"]) for function in functions]
+    unknown = message.keys() - {"role", "content", *_TRAINABLE}
+    if not content and unknown:  # A model may also end a turn at once.
         raise UnfaithfulError("a turn of the assistant is empty, but for fields that are not known")
     text = _squeezed(written)
-    for name, value in said.items():
+    for name, value in content.items():
         for part in _parts(value):
-            forms = (str(part), json.dumps(part, ensure_ascii=False).strip('"'), repr(part).strip("'"))
-            if not any(_squeezed(form) in text for form in forms):
+            if not any(_squeezed(form) in text for form in _forms(part)):
                 raise UnfaithfulError(f"the chat template leaves out something of {name!r} of a turn")
 
 
 def _parts(value: Any) -> Iterator[Any]:
     """The texts and numbers in a value, with the names in mappings."""
     if isinstance(value, Mapping):
-        value = [*value.items()]
+        value = list(value.items())
     if isinstance(value, list | tuple):
-        for each in value:
-            yield from _parts(each)
+        for part in value:
+            yield from _parts(part)
     else:
         yield value
 
 
-def _thought(message: Mapping[str, Any]) -> str:
+def _forms(part: Any) -> tuple[str, str, str]:
+    """How a template may write a text or number: plainly, in JSON or in Python."""
+    in_json = json.dumps(part, ensure_ascii=False)
+    return str(part), in_json.strip('"'), repr(part).strip("'")
+
+
+def _thought(message: Message) -> str:
     """What the assistant thinks in a turn, in its own field or before the end of a thought in its text."""
-    in_text, _, rest = message.get("content", "").partition("</think>")
-    fields = (message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
-    return next((field for field in fields if isinstance(field, str)), in_text.split("<think>")[-1] if rest else "")
+    for name in _THOUGHTS:
+        if isinstance(message.get(name), str):
+            return message[name]
+    in_text, _, answer = message.get("content", "").partition("</think>")
+    return in_text.split("<think>")[-1] if answer else ""
 
 
 def _squeezed(text: str) -> str:

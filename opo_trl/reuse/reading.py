@@ -31,8 +31,9 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..data.files import column, files_of, load_rows
 from ..data.prompts import is_chat
-from .agent_logs import CUTS, OTHERS, PLACE, READERS, as_chat, misfit, place_of
+from .agent_logs import OTHERS, PLACE, READERS, TRUNCATIONS, Row, Rows, as_chat, misfit, place_of
 
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,23 @@ RECORDED = "recorded"
 
 # Columns of a row; there may be others, for the reward functions.
 KNOWN = (
-    *("prompt", "completion", "tools", "completion_ids", "prompt_ids", "completion_mask", "logprobs"),
-    *("temperature", *CUTS, "reward"),
+    "prompt",
+    "completion",
+    "tools",
+    "completion_ids",
+    "prompt_ids",
+    "completion_mask",
+    "logprobs",
+    "temperature",
+    *TRUNCATIONS,
+    "reward",
 )
 
+# Columns whose values belong to tokens, so that they say nothing without `completion_ids`.
+_OF_TOKENS = ("prompt_ids", "logprobs", "completion_mask")
+
+# Folders of prime-rl whose traces are not trained on, or, in `effective`, repeat some of those in `all`.
+_OTHER_TRACES = {"effective", "eval", "evals"}
 
 # The logarithm of the smallest positive number in float32. Samplers compute probabilities in it, or more coarsely.
 _LEAST_LOGP = -104.0
@@ -64,69 +78,125 @@ def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
     """
-    from ..data.files import column  # not to import a trainer
-
     rows = _rows(source)
-    names = [*dict.fromkeys(name for row in rows for name in row if name != PLACE)]
-    if "reward" in names and all(row["reward"] is None for row in rows):
-        fix = "Write numbers, or remove the column, so that `reward_funcs` score the completions"
-        raise ValueError(f"rollouts={source!r} has no reward: `reward` is null in every row. {fix}.")
-    members: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        key = [_rollout_of(row), row.get("group"), row["prompt"]]
-        members.setdefault(json.dumps(key, default=str), []).append(row)
-    draw, groups, equal, lost = random.Random(seed), [], 0, 0
-    for rows_of_prompt in members.values():
-        if len(rows_of_prompt) > num_generations:  # in their order, right answers may stand apart from wrong ones
-            draw.shuffle(rows_of_prompt)
-        starts = range(0, len(rows_of_prompt) - num_generations + 1, num_generations)
-        parts = [rows_of_prompt[start : start + num_generations] for start in starts]
-        without_signal = sum(map(_have_equal_rewards, parts))
+    names = _column_names(rows)
+    has_rewards = "reward" in names
+    if has_rewards and all(row["reward"] is None for row in rows):
+        raise ValueError(
+            f"rollouts={source!r} has no reward: `reward` is null in every row. "
+            "Write numbers, or remove the column, so that `reward_funcs` score the completions."
+        )
+    generator = random.Random(seed)
+    rows_by_prompt = _by_prompt(rows)
+    groups: list[Rows] = []
+    equal_in_file = 0
+    equal_by_division = 0
+    for rows_of_prompt in rows_by_prompt:
+        # In the order of the file, right answers may stand apart from wrong ones.
+        if len(rows_of_prompt) > num_generations:
+            generator.shuffle(rows_of_prompt)
+        groups_of_prompt = _divide(rows_of_prompt, num_generations)
+        groups += groups_of_prompt
+        n_equal = sum(map(_have_equal_rewards, groups_of_prompt))
         if _have_equal_rewards(rows_of_prompt):
-            equal += without_signal
+            equal_in_file += n_equal
         else:
-            lost += without_signal
-        groups += parts
+            equal_by_division += n_equal
     if not groups:
-        most = max(map(len, members.values()))
-        said = f"rollouts={source!r} has no group of {num_generations=} completions, only of up to {most}"
-        raise ValueError(f"{said}. Lower `num_generations`, or record more completions of each prompt.")
-    if dropped := len(rows) - len(groups) * num_generations:
-        logger.warning(f"rollouts={source!r}: {dropped:,} of its {len(rows):,} completions are left over from groups.")
-    if "reward" in names and (lost or equal == len(groups)):
-        said = f"{equal + lost:,} of its {len(groups):,} groups have equal rewards, and no learning signal"
-        why = f"{equal:,} already in the file, {lost:,} only after dividing each prompt's completions"
-        fix = f"larger groups than {num_generations=}, or other prompts"
-        logger.warning(f"rollouts={source!r}: {said}: {why}. Try {fix}.")
-    further = [name for name in names if name not in ("group", *KNOWN)]
-    shared = [
-        name for name in further if all(row.get(name) == group[0].get(name) for group in groups for row in group)
-    ]
-    of_completion = [name for name in names if name not in ("prompt", "group", *shared)]
-    recorded = [
-        [{name: row.get(name) for name in of_completion} | {PLACE: place_of(row)} for row in group] for group in groups
-    ]
-    columns = {name: [group[0].get(name) for group in groups] for name in ("prompt", *shared)} | {RECORDED: recorded}
+        largest = max(map(len, rows_by_prompt))
+        raise ValueError(
+            f"rollouts={source!r} has no group of {num_generations=} completions, only of up to {largest}. "
+            "Lower `num_generations`, or record more completions of each prompt."
+        )
+    left_over = len(rows) - len(groups) * num_generations
+    if left_over:
+        logger.warning(
+            f"rollouts={source!r}: {left_over:,} of its {len(rows):,} completions are left over from groups."
+        )
+    if has_rewards and (equal_by_division or equal_in_file == len(groups)):
+        logger.warning(
+            f"rollouts={source!r}: {equal_in_file + equal_by_division:,} of its {len(groups):,} groups have equal "
+            f"rewards, and no learning signal: {equal_in_file:,} already in the file, {equal_by_division:,} only "
+            f"after dividing each prompt's completions. Try larger groups than {num_generations=}, or other prompts."
+        )
+    return _dataset_of_groups(groups, names)
+
+
+def _by_prompt(rows: Rows) -> list[Rows]:
+    """The rows of each prompt and, where the file names groups, of each group."""
+    rows_by_key: dict[str, Rows] = {}
+    for row in rows:
+        group = row.get("group")
+        key = json.dumps([_rollout_of(row), group, row["prompt"]], default=str)
+        rows_by_key.setdefault(key, []).append(row)
+    return list(rows_by_key.values())
+
+
+def _rollout_of(row: Row) -> str:
+    """What rows of one policy share: their file or, of a run with `save_rollouts`, the files of all processes."""
+    file, _ = row[PLACE]
+    return re.sub(r"^(\d+)-\d+\.jsonl$", r"\1", file)
+
+
+def _divide(rows: Rows, size: int) -> list[Rows]:
+    """Groups of this size, in order; rows that do not fill one are left over."""
+    n_groups = len(rows) // size
+    return [rows[number * size : (number + 1) * size] for number in range(n_groups)]
+
+
+def _have_equal_rewards(rows: Rows) -> bool:
+    rewards = {row.get("reward") for row in rows}
+    rewards.discard(None)
+    return len(rewards) < 2
+
+
+def _dataset_of_groups(groups: Sequence[Rows], names: Sequence[str]) -> Dataset:
+    """The groups as rows of a dataset; a column for reward functions is the group's if it is equal in each group."""
+    of_group = ["prompt"]
+    of_completion = []
+    for name in names:
+        if name in KNOWN and name != "prompt":
+            of_completion.append(name)
+        elif name not in KNOWN and name != "group":
+            is_equal = _is_equal_in_groups(name, groups)
+            (of_group if is_equal else of_completion).append(name)
+    columns: dict[str, list[Any]] = {}
+    for name in of_group:
+        columns[name] = [group[0].get(name) for group in groups]
+    columns[RECORDED] = []
+    for group in groups:
+        completions = []
+        for row in group:
+            completion = {name: row.get(name) for name in of_completion}
+            completions.append(completion | {PLACE: place_of(row)})
+        columns[RECORDED].append(completions)
     return Dataset.from_dict({name: column(values) for name, values in columns.items()})
 
 
-def _rollout_of(row: Mapping[str, Any]) -> str:
-    """What rows of one policy share: their file or, of a run with `save_rollouts`, the files of all processes."""
-    return re.sub(r"^(\d+)-\d+\.jsonl$", r"\1", row[PLACE][0])
-
-
-def _have_equal_rewards(rows: Sequence[Mapping[str, Any]]) -> bool:
-    return len({row.get("reward") for row in rows} - {None}) < 2
+def _is_equal_in_groups(name: str, groups: Sequence[Rows]) -> bool:
+    for group in groups:
+        value = group[0].get(name)
+        if any(row.get(name) != value for row in group):
+            return False
+    return True
 
 
 def is_reserved(name: str) -> bool:
     """Whether a column of this name is not for reward functions: it has a meaning here, or may be a mask."""
-    return name in ("group", RECORDED, PLACE, *KNOWN) or name.lower().removesuffix("s").endswith("mask")
+    if name in KNOWN or name in ("group", RECORDED, PLACE):
+        return True
+    singular = name.lower().removesuffix("s")
+    return singular.endswith("mask")
 
 
-def cuts_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """By which settings tokens were left out when a row was sampled."""
-    return {name: row[name] for name, neutral in CUTS.items() if row.get(name) not in (None, *neutral)}
+def truncation_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """By which settings tokens were left out when a completion was sampled."""
+    settings = {}
+    for name, neutral in TRUNCATIONS.items():
+        value = row.get(name)
+        if value is not None and value not in neutral:
+            settings[name] = value
+    return settings
 
 
 def text_of(completion: Any) -> str | None:
@@ -140,124 +210,209 @@ def text_of(completion: Any) -> str | None:
     return completion if isinstance(completion, str) else None
 
 
-def _files(source: str) -> dict[str, str]:
-    """The files of a folder of rollouts, by their paths in it; of anything else, the source itself by an empty one."""
-    from ..data.files import files_of
-
-    folder = Path(os.path.expanduser(source))
-    other = {"effective", "eval", "evals"}  # of prime-rl, whose `effective` repeats some of `all`
-    traces = (file for file in folder.rglob("traces.jsonl") if not other & {*file.relative_to(folder).parts})
-    of_steps = (file for step in folder.glob("*step*") for file in files_of(step))
-    files = files_of(folder) or sorted(traces) or sorted(of_steps)
-    if not files and {file.suffix for file in folder.rglob("*") if file.is_file()} - {""} == {".pt"}:
-        fix = "Load them in a script of yours, and write their rows as JSON lines, to a file that ends in .jsonl"
-        raise ValueError(f"rollouts={source!r} has .pt files only, which are not read. {fix}.")
-    return {str(file.relative_to(folder)): str(file) for file in files} or {"": source}
+# Reading rows
 
 
-def _rows(source: str) -> list[dict[str, Any]]:
+def _rows(source: str) -> Rows:
     """The rows of a file or folder with the columns of this module, and their [`PLACE`]."""
-    from ..data.files import load_rows
+    rows_by_file = _load_files(source)
+    _check_same_columns(rows_by_file, source)
+    rows = [
+        {**row, PLACE: (file, number)}
+        for file, rows_of_file in rows_by_file.items()
+        for number, row in enumerate(rows_of_file, 1)
+    ]
+    rows = _from_other_program(rows, source)
+    names = _column_names(rows[:1])
+    _check_columns(rows, names, source)
+    for row in rows:
+        _check_row(row, f"rollouts={source!r}, {place_of(row)}")
+    return [_as_trained(row) for row in rows]
 
+
+def _column_names(rows: Rows) -> list[str]:
+    """The columns that some row has, in the order in which they come."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    names.pop(PLACE, None)
+    return list(names)
+
+
+def _load_files(source: str) -> dict[str, Rows]:
+    """The rows of each file of a folder, by its path in it; of anything else, those of the source by an empty path."""
     files = _files(source)
     try:
-        parts = {name: [*load_rows(file)] for name, file in files.items()}
+        return {path: list(load_rows(file)) for path, file in files.items()}
     except ValueError as error:
-        raise ValueError(str(error).replace("dataset_name=", "rollouts=")) from error
-    names = [*next((part[0] for part in parts.values() if part), {})]
-    for name, part in parts.items():
-        if part and (odd := ({*part[0]} ^ {*names}) & {"traces", "group", *KNOWN}):
-            raise ValueError(f"rollouts={source!r}: only one of {next(iter(files))!r} and {name!r} has {min(odd)!r}.")
-    rows = [{**row, PLACE: (name, number)} for name, part in parts.items() for number, row in enumerate(part, 1)]
-    reader = next((reader for needed, reader in READERS if {*needed} <= {*names}), None)
-    if reader and "completion_ids" not in names:
-        try:
-            rows = reader(rows, source)
-        except KeyError as error:
-            said = f"a row lacks {error}, unlike those of the versions that are read"
-            raise ValueError(f"rollouts={source!r}: {said}. See docs/reuse.md.") from error
-        names = [name for name in rows[0] if name != PLACE]
-    written = "completion_ids" if "completion_ids" in names else "completion"
-    if missing := [name for name in ("prompt", written) if name not in names]:
-        raise ValueError(f"rollouts={source!r}{_why_not(source, rows, missing[0])}.")
-    # Without tokens, it is not known to which they belong; of other masks, what they mean.
-    taken = [name for name in names if is_reserved(name) and name not in ("group", *KNOWN)]
-    of_tokens = ("prompt_ids", "logprobs", "completion_mask")
-    taken += [name for name in of_tokens if name in names and written == "completion"]
-    if taken:
+        message = str(error).replace("dataset_name=", "rollouts=")
+        raise ValueError(message) from error
+
+
+def _files(source: str) -> dict[str, str]:
+    """The files of a folder of rollouts, by their paths in it; of anything else, the source itself by an empty one."""
+    folder = Path(os.path.expanduser(source))
+    files = files_of(folder) or _trace_files(folder) or _files_of_steps(folder)
+    if files:
+        return {str(file.relative_to(folder)): str(file) for file in files}
+    endings = {file.suffix for file in folder.rglob("*") if file.is_file()}
+    endings.discard("")
+    if endings == {".pt"}:
+        raise ValueError(
+            f"rollouts={source!r} has .pt files only, which are not read. Load them in a script of yours, and write "
+            "their rows as JSON lines, to a file that ends in .jsonl."
+        )
+    return {"": source}
+
+
+def _trace_files(folder: Path) -> list[Path]:
+    """Traces of verifiers or prime-rl in the folders below this one."""
+    files = []
+    for file in folder.rglob("traces.jsonl"):
+        folders = file.relative_to(folder).parts
+        if _OTHER_TRACES.isdisjoint(folders):
+            files.append(file)
+    return sorted(files)
+
+
+def _files_of_steps(folder: Path) -> list[Path]:
+    """Files in folders that are named after a step, such as `global_step_1`."""
+    files = []
+    for step_folder in folder.glob("*step*"):
+        files += files_of(step_folder)
+    return sorted(files)
+
+
+def _check_same_columns(rows_by_file: Mapping[str, Rows], source: str) -> None:
+    """Check that the files of a folder have the same columns, but for those that go to reward functions."""
+    first_file = next(iter(rows_by_file))
+    relevant = {"traces", "group", *KNOWN}
+    names: set[str] | None = None
+    for file, rows in rows_by_file.items():
+        if not rows:
+            continue
+        names_of_file = set(rows[0])
+        names = names_of_file if names is None else names
+        differing = (names_of_file ^ names) & relevant
+        if differing:
+            raise ValueError(f"rollouts={source!r}: only one of {first_file!r} and {file!r} has {min(differing)!r}.")
+
+
+def _from_other_program(rows: Rows, source: str) -> Rows:
+    """Rows as another program writes them, with the columns of this module; others as they are."""
+    names = set(_column_names(rows[:1]))
+    readers = [reader for columns, reader in READERS if names >= set(columns)]
+    if not readers or "completion_ids" in names:
+        return rows
+    try:
+        return readers[0](rows, source)
+    except KeyError as error:
+        raise ValueError(
+            f"rollouts={source!r}: a row lacks {error}, unlike those of the versions that are read. See docs/reuse.md."
+        ) from error
+
+
+def _check_columns(rows: Rows, names: Sequence[str], source: str) -> None:
+    """Check that what is needed is there, and nothing that would not be used."""
+    has_tokens = "completion_ids" in names
+    for name in ("prompt", "completion_ids" if has_tokens else "completion"):
+        if name not in names:
+            raise ValueError(f"rollouts={source!r}{_why_not(source, rows, name)}.")
+    # Of other masks, it is not known what they mean.
+    unused = [name for name in names if is_reserved(name) and name not in ("group", *KNOWN)]
+    if not has_tokens:
+        unused += [name for name in _OF_TOKENS if name in names]
+    if unused:
         fix = "Add `completion_ids`, rename it to `completion_mask` if it is one, or remove it"
-        fix = "Rename it" if taken[0] == RECORDED else fix
-        raise ValueError(f"rollouts={source!r} has a column {taken[0]!r}, which is not used. {fix}.")
-    for row in rows:
-        at = f"rollouts={source!r}, {place_of(row)}"
-        for name in ("prompt", "completion"):
-            if is_chat(row.get(name)):
-                row[name] = [as_chat(message, at) for message in row[name]]
-        for name in KNOWN:
-            if name in row and not _fits(name, row):
-                raise ValueError(f"{at}: {misfit(name, row[name])}.")
-        if impossible := _impossible_logps(row):
-            said = f"`logprobs` is {row['logprobs']!r:.60}, where no sampled token can have {impossible[0]!r}"
-            fix = f"Record log-probabilities, from {_LEAST_LOGP:g} to 0, or remove them and set `rollouts_model`"
-            raise ValueError(f"{at}: {said}. {fix}.")
-    return [_without_rest(row) for row in rows]
+        if unused[0] == RECORDED:
+            fix = "Rename it"
+        raise ValueError(f"rollouts={source!r} has a column {unused[0]!r}, which is not used. {fix}.")
 
 
-def _why_not(source: str, rows: Sequence[Mapping[str, Any]], missing: str) -> str:
+def _why_not(source: str, rows: Rows, missing: str) -> str:
     """What rows without a needed column are, and what to do: the rest of a sentence."""
-    below = (os.path.join(source, name) for name in ("rollouts", "completions"))
-    if folder := next((path for path in below if os.path.isdir(os.path.expanduser(path))), None):
-        return f" is the folder of a run. Name its {folder!r}, where the completions are"
+    for name in ("rollouts", "completions"):
+        folder = os.path.join(source, name)
+        if os.path.isdir(os.path.expanduser(folder)):
+            return f" is the folder of a run. Name its {folder!r}, where the completions are"
     if not rows:
         return " has no rows"
     for columns, what, fix in OTHERS:
-        if {*columns} <= rows[0].keys():
+        if rows[0].keys() >= set(columns):
             return f", {place_of(rows[0])}, is {what}. {fix}"
-    names = [name for name in rows[0] if name != PLACE]
-    return f" has no column {missing!r}, only {names}. Add it"
+    return f" has no column {missing!r}, only {_column_names(rows[:1])}. Add it"
 
 
-def _without_rest(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the tokens after the last sampled one, and with a log-probability of 0 for others' tokens."""
-    if "completion_mask" not in row:
-        return row
-    mask = [int(own) for own in row["completion_mask"]]
-    end = len(mask) - mask[::-1].index(1) if any(mask) else len(mask)
-    cut: dict[str, Any] = {"completion_ids": row["completion_ids"][:end], "completion_mask": mask[:end]}
-    if "logprobs" in row:
-        cut["logprobs"] = [logp if own else 0.0 for logp, own in zip(row["logprobs"], mask[:end], strict=False)]
-    return row | cut
+def _check_row(row: Row, place: str) -> None:
+    """Bring the messages of a row into the form of chat templates, and check its values; `place` is for errors."""
+    for name in ("prompt", "completion"):
+        if is_chat(row.get(name)):
+            row[name] = [as_chat(message, place) for message in row[name]]
+    for name in KNOWN:
+        if name in row and not _fits(name, row):
+            raise ValueError(f"{place}: {misfit(name, row[name])}.")
+    impossible = _impossible_logps(row)
+    if impossible:
+        raise ValueError(
+            f"{place}: `logprobs` is {row['logprobs']!r:.60}, where no sampled token can have {impossible[0]!r}. "
+            f"Record log-probabilities, from {_LEAST_LOGP:g} to 0, or remove them and set `rollouts_model`."
+        )
 
 
-def _fits(name: str, row: Mapping[str, Any]) -> bool:
+def _fits(name: str, row: Row) -> bool:
     """Whether a column of a row has a value that can be used, if those before it in `KNOWN` have."""
-    value, ids = row[name], row.get("completion_ids")
+    value = row[name]
     if name == "prompt":
         return is_chat(value) or (isinstance(value, str) and value != "")
     if name == "completion":
-        speaks = is_chat(value) and any(turn["role"] == "assistant" for turn in value) and is_chat(row["prompt"])
-        return ids is not None or text_of(value) is not None or speaks
+        has_tokens = row.get("completion_ids") is not None
+        return has_tokens or text_of(value) is not None or _answers(value, row["prompt"])
     if name == "tools":
         return not value or (isinstance(value, list) and is_chat(row["prompt"]))
-    if name in ("reward", "temperature", *CUTS):
+    if name in ("reward", "temperature", *TRUNCATIONS):
         return value is None or (_is_number(value) and math.isfinite(value))
-    if not (isinstance(value, list) and value):
+    if not isinstance(value, list) or not value:
         return False
     if name in ("completion_ids", "prompt_ids"):
         return all(isinstance(token, int) and token >= 0 for token in value)
-    if name == "completion_mask":
-        return len(value) == len(ids) and all(own in (0, 1) for own in value)
-    return len(value) == len(ids)
+    if len(value) != len(row["completion_ids"]):
+        return False
+    return name == "logprobs" or all(is_sampled in (0, 1) for is_sampled in value)
 
 
-def _impossible_logps(row: Mapping[str, Any]) -> list[Any]:
+def _answers(completion: Any, prompt: Any) -> bool:
+    """Whether a completion is messages, some of the assistant's, and its prompt is messages, too."""
+    if not (is_chat(prompt) and is_chat(completion)):
+        return False
+    return any(message["role"] == "assistant" for message in completion)
+
+
+def _impossible_logps(row: Row) -> list[Any]:
     """What a row has as log-probabilities of sampled tokens and cannot be, such as null, NaN or a server's -9999."""
     logps = row.get("logprobs", ())
-    sampled = row.get("completion_mask") or [1] * len(logps)
-    own = [logp for logp, is_own in zip(logps, sampled, strict=False) if is_own]
+    mask = row.get("completion_mask") or [1] * len(logps)
+    return [
+        logp for logp, is_sampled in zip(logps, mask, strict=False) if is_sampled and not _is_log_probability(logp)
+    ]
+
+
+def _is_log_probability(value: Any) -> bool:
     # Rounding may leave a little more than 0.
-    return [logp for logp in own if not (_is_number(logp) and _LEAST_LOGP <= logp <= 1e-3)]
+    return _is_number(value) and _LEAST_LOGP <= value <= 1e-3
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_trained(row: Row) -> Row:
+    """A row without the tokens after the last sampled one, and with a log-probability of 0 for others' tokens."""
+    if "completion_mask" not in row:
+        return row
+    mask = [int(is_sampled) for is_sampled in row["completion_mask"]]
+    if any(mask):
+        while not mask[-1]:
+            mask.pop()
+    row = {**row, "completion_ids": row["completion_ids"][: len(mask)], "completion_mask": mask}
+    if "logprobs" in row:
+        pairs = zip(row["logprobs"], mask, strict=False)
+        row["logprobs"] = [logp if is_sampled else 0.0 for logp, is_sampled in pairs]
+    return row

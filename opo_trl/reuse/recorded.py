@@ -8,10 +8,10 @@ completions in place of new ones, so that all else is as with generation.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ from ..objective import token_sum
 from ..updates.padding import with_positions
 from . import conversations
 from .agent_logs import PLACE
-from .reading import KNOWN, RECORDED, cuts_of, is_reserved, load_rollouts, text_of
+from .conversations import ChatRenderer, UnfaithfulError, UnmarkedError
+from .reading import KNOWN, RECORDED, is_reserved, load_rollouts, text_of, truncation_of
 from .recorded_logps import compare
 
 
@@ -42,186 +43,217 @@ logger = get_logger(__name__)
 FOLDER = "rollouts"  # in the output folder of a run that records its own
 
 Rows = Sequence[Mapping[str, Any]]
+Tokens = list[list[int]]
+TokenizePrompts = Callable[[list[Any]], Any]
 
 
 class Recorded:
     """
-    Recorded rollouts of a trainer, its `dataset`, if it has `rollouts`; or else those that it records, of the dataset
-    that it was `given`. `writers` are its other arguments that write completions, or parts of them.
+    Recorded rollouts of a trainer, its `dataset`, if it has `rollouts`; or else those that it records, of its
+    `train_dataset`. `writers` are its other arguments that write completions, or parts of them.
     """
 
-    samples: Rows = ()  # of the current rollout
+    completions: Rows = ()  # of the current rollout
     generated: Any = None  # the current round of generation, as TRL's `_generate` returns it
     are_compared = False  # whether it was said what the recorded log-probabilities look like
 
-    def __init__(self, args: OPOConfig, given: Any, writers: Mapping[str, Any]):
-        columns = {*(getattr(given, "column_names", None) or ())}
-        others: dict[str, Any] = {"rollouts": args.rollouts, "images": {"image", "images"} & columns}
-        if args.save_rollouts and (found := [name for name, value in others.items() if value]):
-            raise ValueError(f"save_rollouts=True cannot record {found[0]}. Remove `save_rollouts`.")
-        if args.save_rollouts and isinstance(given, Dataset):
-            _check_recordable(given[:1])  # columns of a stream are checked in its first rollout
-        others = {**writers, "train_dataset": given is not None and RECORDED not in columns}
-        if args.rollouts is not None and (found := [name for name, value in others.items() if value]):
-            said = f"{found[0]} cannot be combined with rollouts={args.rollouts!r}"
-            raise ValueError(f"{said}, which bring prompts and completions. Remove one of them.")
-        loads = args.rollouts is not None and given is None
-        self.dataset = load_rollouts(args.rollouts, args.num_generations, args.seed) if loads else given
+    def __init__(self, args: OPOConfig, train_dataset: Any, writers: Mapping[str, Any]):
         self.num_generations = args.num_generations
-        # In place of a reward function
-        self.reward_func = unscored if args.rollouts is not None and has_rewards(self.dataset) else None
+        self.dataset = train_dataset
+        self.reward_func = None  # in place of a reward function
+        columns = getattr(train_dataset, "column_names", None) or ()
+        if args.save_rollouts:
+            images = {"image", "images"}.intersection(columns)
+            for name, value in {"rollouts": args.rollouts, "images": images}.items():
+                if value:
+                    raise ValueError(f"save_rollouts=True cannot record {name}. Remove `save_rollouts`.")
+            if isinstance(train_dataset, Dataset):
+                _check_recordable(train_dataset[:1])  # Columns of a stream are checked in its first rollout.
+        if args.rollouts is None:
+            return
+        others = {**writers, "train_dataset": train_dataset is not None and RECORDED not in columns}
+        for name, value in others.items():
+            if value:
+                raise ValueError(
+                    f"{name} cannot be combined with rollouts={args.rollouts!r}, which bring prompts and completions. "
+                    "Remove one of them."
+                )
+        if train_dataset is None:
+            self.dataset = load_rollouts(args.rollouts, args.num_generations, args.seed)
+        if has_rewards(self.dataset):
+            self.reward_func = unscored
 
-    def one_by_one(self, inputs: Rows, process: int) -> list[dict[str, Any]]:
-        """From the group of each of this process's samples, `[B]`, to its row for reward functions."""
-        places = [place % self.num_generations for place in range(process * len(inputs), (process + 1) * len(inputs))]
-        self.samples = [row[RECORDED][place] for row, place in zip(inputs, places, strict=True)]
-        return [_of_place(row, place) for row, place in zip(inputs, places, strict=True)]
+    def select_completions(self, inputs: Rows, process: int) -> list[dict[str, Any]]:
+        """
+        The rows of this process's samples, `[B]`, for reward functions. Each of the `inputs` is its sample's group;
+        the place in it follows from the sample's index over all processes.
+        """
+        first = process * len(inputs)
+        self.completions = []
+        rows = []
+        for index, group in enumerate(inputs, first):
+            place = index % self.num_generations
+            self.completions.append(group[RECORDED][place])
+            rows.append(_row_for_rewards(group, place))
+        return rows
 
-    def recall(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """TRL's `rollout_func`."""
-        names = {name: name for name in ("prompt_ids", "completion_ids", "logprobs")} | {"completion_mask": "env_mask"}
-        found = {to: [row[name] for row in self.samples] for name, to in names.items() if name in self.samples[0]}
-        return {"prompt_ids": _prompt_ids(trainer, prompts), **found}
+    def recall(self, prompts: list[Any], trainer: Any, *, tokenize_prompts: TokenizePrompts) -> dict[str, Any]:
+        """TRL's `rollout_func`, with the trainer's way to tokenize prompts."""
+        rollout = {"prompt_ids": _prompt_ids(tokenize_prompts, prompts)}
+        entries = {
+            "prompt_ids": "prompt_ids",
+            "completion_ids": "completion_ids",
+            "logprobs": "logprobs",
+            "completion_mask": "env_mask",
+        }
+        for column, entry in entries.items():
+            if column in self.completions[0]:
+                rollout[entry] = [completion[column] for completion in self.completions]
+        return rollout
 
     def rewards(self, weights: torch.Tensor) -> torch.Tensor | None:
         """
         Recorded rewards `[B, number of reward functions]`, such that TRL's sum with `weights` is the reward; `None` if
         none were recorded.
         """
-        if "reward" not in self.samples[0]:
+        if "reward" not in self.completions[0]:
             return None
-        table, column = torch.full((len(self.samples), len(weights)), torch.nan), int(weights.nonzero()[0])
-        given = [torch.nan if row["reward"] is None else row["reward"] for row in self.samples]
-        table[:, column] = torch.tensor(given) / weights[column].cpu()
-        return table
+        recorded = [completion["reward"] for completion in self.completions]
+        recorded = [torch.nan if reward is None else reward for reward in recorded]
+        column = int(weights.nonzero()[0])
+        rewards = torch.full((len(recorded), len(weights)), torch.nan)
+        rewards[:, column] = torch.tensor(recorded) / weights[column].cpu()
+        return rewards
 
     def behaviour_logps(self, like: torch.Tensor) -> torch.Tensor:
         """Recorded log-probabilities of tokens, with the shape and place of `like`, `[B, T]`."""
-        logps = pad([torch.tensor(row["logprobs"]) for row in self.samples], padding_value=0, padding_side="right")
-        return torch.nn.functional.pad(logps, (0, like.shape[1] - logps.shape[1])).to(like.device)
+        of_completions = [torch.tensor(completion["logprobs"]) for completion in self.completions]
+        logps = pad(of_completions, padding_value=0, padding_side="right")
+        n_missing = like.shape[1] - logps.shape[1]
+        return torch.nn.functional.pad(logps, (0, n_missing)).to(like.device)
 
     def compare(
-        self, trainer: Any, recorded: torch.Tensor, own: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
+        self, trainer: Any, recorded: torch.Tensor, current: torch.Tensor, entropies: torch.Tensor, mask: torch.Tensor
     ) -> None:
         """
-        Say once, for all processes, what recorded log-probabilities look like if they are not the policy's own.
-        `entropies` are the policy's, and `mask` has the sampled tokens, `[B, T]` each.
+        Say once, for all processes, what recorded log-probabilities look like if they are not the `current` ones
+        of the policy, whose are the `entropies`, too. `mask` has the sampled tokens. `[B, T]` each.
         """
         if self.are_compared:
             return
-        tokens = torch.stack([recorded, own, entropies])[:, mask].double().cpu().numpy()
-        of_completions = token_sum(own - recorded, mask)[mask.any(dim=1)]
-        parts = gather_object([(tokens, of_completions.double().cpu())])
-        cuts = {f"{name}={value:g}" for row in self.samples for name, value in cuts_of(row).items()}
-        of_all = np.concatenate([of_process for of_process, _ in parts], axis=1)
-        found = compare(*of_all, temperature=trainer.temperature, cut=", ".join(sorted(cuts)))
-        self.are_compared = found is not None
-        if found is None:
-            return
+        of_tokens = torch.stack([recorded, current, entropies])[:, mask]
+        is_sampled = mask.any(dim=1)
+        of_completions = token_sum(current - recorded, mask)[is_sampled]
+        parts = gather_object([(of_tokens.double().cpu().numpy(), of_completions.double().cpu())])
+        of_all_tokens = np.concatenate([of_process for of_process, _ in parts], axis=1)
         log_ratios = torch.cat([of_process for _, of_process in parts])
-        median, ess = log_ratios.median().exp(), ratio_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
-        said = f"rollouts={trainer.args.rollouts!r}: the log-probabilities {found.difference}, {found.cause}"
-        ratios = f"The ratio of a completion is {median:.1g} in the median, the effective sample size (ESS) {ess:.0%}"
-        if found.fix:
-            logger.warning(f"{said}. {ratios}. {found.fix}.")
+        finding = compare(*of_all_tokens, temperature=trainer.temperature, truncation=self._truncation())
+        if finding is None:
+            return
+        self.are_compared = True
+        median = log_ratios.median().exp()
+        ess = ratio_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
+        sentences = (
+            f"rollouts={trainer.args.rollouts!r}: the log-probabilities {finding.difference}, {finding.cause}. The "
+            f"ratio of a completion is {median:.1g} in the median, the effective sample size (ESS) {ess:.0%}."
+        )
+        if finding.fix:
+            logger.warning(f"{sentences} {finding.fix}.")
         else:
-            trainer.accelerator.print(f"{said}. {ratios}.", flush=True)
+            trainer.accelerator.print(sentences, flush=True)
 
-    def completed(self, trainer: Any) -> Dataset:
+    def _truncation(self) -> str:
+        """By which settings tokens were left out of sampling, such as `top_p=0.9`; empty if unknown."""
+        settings = set()
+        for completion in self.completions:
+            settings |= {f"{name}={value:g}" for name, value in truncation_of(completion).items()}
+        return ", ".join(sorted(settings))
+
+    def completed(self, trainer: Any, *, tokenize_prompts: TokenizePrompts, takes_positions: bool) -> Dataset:
         """
         The dataset of recorded rollouts, where each completion has its tokens and their log-probabilities.
+
+        `tokenize_prompts` is the trainer's way to tokenize prompts; `takes_positions` says whether its model takes the
+        positions of tokens.
 
         Raises:
             `ValueError`: the completions are of another temperature or tokenizer, or it is not known which model wrote
                 them.
         """
-        args, dataset = trainer.args, trainer.train_dataset
-        groups: list[list[dict[str, Any]]] = [*dataset[RECORDED]]
-        samples = [row for group in groups for row in group]
-        known = [args.temperature if row.get("temperature") is None else row["temperature"] for row in samples]
-        sampled = sorted({f"{temperature:g}" for temperature in known})  # in float32, perhaps
-        if sampled != [f"{args.temperature:g}"]:
-            said = f"rollouts={args.rollouts!r} were sampled at a temperature of {' and '.join(sampled)}"
-            fix = "Keep those of one temperature, and set `temperature` to it"
-            raise ValueError(f"temperature={args.temperature:g}, but {said}. {fix}.")
-        if "completion_ids" in samples[0]:
-            _check_ids(trainer, samples)
-            _check_texts(trainer, samples[:100])
-        if "logprobs" in samples[0]:
+        args = trainer.args
+        dataset = trainer.train_dataset
+        groups: list[list[dict[str, Any]]] = list(dataset[RECORDED])
+        completions = [completion for group in groups for completion in group]
+        _check_temperature(completions, args)
+        tokenizer = conversations.tokenizer_of(trainer)
+        if "completion_ids" in completions[0]:
+            n_tokens = trainer.model.config.get_text_config().vocab_size
+            _check_ids(completions, n_tokens, source=args.rollouts)
+            _check_texts(completions[:100], tokenizer, source=args.rollouts)
+        if "logprobs" in completions[0]:
             if args.rollouts_model is None:
                 return dataset
-            instead = f"in place of those recorded in rollouts={args.rollouts!r}"
-            logger.warning(f"rollouts_model={args.rollouts_model!r} computes log-probabilities, {instead}.")
-        _tokenize(trainer, groups)
-        _add_logps(trainer, groups)
+            logger.warning(
+                f"rollouts_model={args.rollouts_model!r} computes log-probabilities, in place of those recorded in "
+                f"rollouts={args.rollouts!r}."
+            )
+        prompts = dataset["prompt"]
+        renderer = ChatRenderer(tokenizer, trainer.chat_template_kwargs, trainer.eos_token_ids)
+        tokenization = _Tokenization(renderer, args.rollouts, _end_of_turn(renderer, prompts[0]))
+        for prompt, group in zip(prompts, groups, strict=True):
+            (prompt_ids,) = _prompt_ids(tokenize_prompts, [prompt])
+            for completion in group:
+                tokenization.add_tokens(completion, prompt, prompt_ids)
+        tokenization.warn()
+        _add_logps(trainer, groups, takes_positions=takes_positions)
         return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
 
-    def save(self, trainer: Any, inputs: Rows, rollout: Batch, completion_ids: list[list[int]]) -> None:
+    def save(
+        self, trainer: Any, inputs: Rows, rollout: Batch, completion_ids: Tokens, *, takes_positions: bool
+    ) -> None:
         """Write this process's samples of a round of generation to a file, which a resumed run rewrites."""
-        accelerator, done = trainer.accelerator, trainer.completions_generated
+        accelerator = trainer.accelerator
         prompt_ids, _, masks = self.generated[:3]  # where `mask_truncated_completions` has masked nothing yet
         logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
-        if logps is None or trainer.mask_truncated_completions:  # without a pass over the rollout, or all of it
-            logps = _scored(trainer, trainer.model, prompt_ids, completion_ids)
-        rewards = rollout["rewards_per_func"]
-        totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(dim=1)
-        totals[rewards.isnan().all(dim=1)] = math.nan
+        # Without a pass over the rollout there are none; with this option, none of truncated completions.
+        if logps is None or trainer.mask_truncated_completions:
+            logps = _scored(trainer, trainer.model, prompt_ids, completion_ids, takes_positions=takes_positions)
+        rewards = _total_rewards(rollout["rewards_per_func"], trainer.reward_weights)
+        n_generated = trainer.completions_generated
         first = accelerator.process_index * len(inputs)
-        for row in inputs:
-            _check_recordable(row)
-        lines = [
-            {
-                **row,
-                "prompt_ids": prompt_ids[place],
-                "completion": trainer.processing_class.decode(ids, skip_special_tokens=True),
-                "completion_ids": ids,
-                **({} if masks is None else {"completion_mask": masks[place]}),
-                "logprobs": logps[place, : len(ids)].tolist(),
-                "temperature": trainer.temperature,
-                "reward": None if totals[place].isnan() else totals[place].item(),
-                "group": f"{done}-{(first + place) // trainer.num_generations}",
-            }
-            for place, (row, ids) in enumerate(zip(inputs, completion_ids, strict=True))
-        ]
+        lines = []
+        for place, (columns, ids) in enumerate(zip(inputs, completion_ids, strict=True)):
+            _check_recordable(columns)
+            line = dict(columns)
+            line["prompt_ids"] = prompt_ids[place]
+            line["completion"] = trainer.processing_class.decode(ids, skip_special_tokens=True)
+            line["completion_ids"] = ids
+            if masks is not None:
+                line["completion_mask"] = masks[place]
+            line["logprobs"] = logps[place, : len(ids)].tolist()
+            line["temperature"] = trainer.temperature
+            line["reward"] = rewards[place]
+            group = (first + place) // trainer.num_generations
+            line["group"] = f"{n_generated}-{group}"
+            lines.append(line)
         folder = Path(trainer.args.output_dir) / FOLDER
-        before = done - len(inputs) * accelerator.num_processes
+        n_before = n_generated - len(inputs) * accelerator.num_processes
         if accelerator.is_main_process and folder.is_dir():
-            if before == 0:
-                aside = files.free(folder.with_name(f"{FOLDER}-replaced"))
-                folder.rename(aside)
-                logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
-            else:  # before it was killed, this run may have gone further, in other steps
-                for file in folder.glob("[0-9]*-[0-9]*.jsonl"):
-                    if int(file.stem.partition("-")[0]) > before:
-                        file.unlink()
+            _make_way(folder, n_before)
         accelerator.wait_for_everyone()
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_lines(folder / f"{done:09}-{accelerator.process_index}.jsonl", lines)
-
-
-def _check_recordable(columns: Mapping[str, Any]) -> None:
-    """Check that columns of a dataset, or of one of its rows, can be recorded, and read again as they are."""
-    for name, value in columns.items():
-        said = f"save_rollouts=True cannot record the column {name!r}"
-        if name != "prompt" and is_reserved(name):
-            fix = "Rename it, or remove `save_rollouts`"
-            raise ValueError(f"{said}: that name has a meaning in recorded rows. {fix}.")
-        try:
-            json.dumps(value)
-        except TypeError as error:
-            raise ValueError(
-                f"{said}: {error}. Make its values text or numbers, or remove `save_rollouts`."
-            ) from error
+        files.write_lines(folder / f"{n_generated:09}-{accelerator.process_index}.jsonl", lines)
 
 
 def as_scored(dataset: Dataset) -> Dataset:
     """One row of a recorded dataset, with the columns that reward functions get."""
-    return Dataset.from_list([_of_place(dataset[0], 0)])
+    return Dataset.from_list([_row_for_rewards(dataset[0], 0)])
 
 
 def has_rewards(dataset: Dataset) -> bool:
     """Whether the completions of a recorded dataset have been scored."""
-    return "reward" in dataset[0][RECORDED][0]
+    first_completion = dataset[0][RECORDED][0]
+    return "reward" in first_completion
 
 
 def unscored(completions: Sequence[Any], **_: Any) -> list[None]:
@@ -229,144 +261,295 @@ def unscored(completions: Sequence[Any], **_: Any) -> list[None]:
     return [None] * len(completions)
 
 
-def _of_place(row: Mapping[str, Any], place: int) -> dict[str, Any]:
-    own = {name: value for name, value in row[RECORDED][place].items() if name not in (*KNOWN, PLACE)}
-    return {name: value for name, value in row.items() if name != RECORDED} | own
+def _row_for_rewards(group: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """The columns that reward functions get of the completion in a place of its group."""
+    row = {name: value for name, value in group.items() if name != RECORDED}
+    for name, value in group[RECORDED][place].items():
+        if name != PLACE and name not in KNOWN:
+            row[name] = value
+    return row
 
 
-def _check_texts(trainer: Any, samples: Rows) -> None:
-    """Check of completions that also have their text that the tokens of most say the same."""
-
-    tokenizer = conversations.tokenizer_of(trainer)
-
-    def says(ids: Sequence[int], text: str) -> bool:
-        # A server may have cut a block of thinking, half a letter or special tokens out of the text.
-        texts = (text, *(tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)))
-        own, *said = ("".join(each.replace("\ufffd", "").split()) for each in texts)
-        return any(own in each for each in said)
-
-    known = [(row["completion_ids"], text_of(row.get("completion")) or "") for row in samples]
-    if 2 * sum(says(ids, text) for ids, text in known) < len(known):
-        said = f"rollouts={trainer.args.rollouts!r}: the tokens of most completions say something else than their text"
-        fix = "If they are of another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`"
-        raise ValueError(f"{said}. {fix}.")
+# Recording
 
 
-def _check_ids(trainer: Any, samples: Rows) -> None:
+def _check_recordable(columns: Mapping[str, Any]) -> None:
+    """Check that columns of a dataset, or of one of its rows, can be recorded, and read again as they are."""
+    for name, value in columns.items():
+        problem = f"save_rollouts=True cannot record the column {name!r}"
+        if name != "prompt" and is_reserved(name):
+            raise ValueError(
+                f"{problem}: that name has a meaning in recorded rows. Rename it, or remove `save_rollouts`."
+            )
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(
+                f"{problem}: {error}. Make its values text or numbers, or remove `save_rollouts`."
+            ) from error
+
+
+def _total_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> list[float | None]:
+    """TRL's weighted sum of the rewards `[B, number of reward functions]`; `None` for an unscored completion."""
+    totals = (rewards * weights.to(rewards.device)).nansum(dim=1)
+    is_unscored = rewards.isnan().all(dim=1)
+    totals[is_unscored] = math.nan
+    return [None if math.isnan(total) else total for total in totals.tolist()]
+
+
+def _make_way(folder: Path, n_before: int) -> None:
+    """
+    Move the rollouts of an earlier run aside if this one begins; if it was resumed after `n_before` completions,
+    remove later files: before it was killed it may have gone further, in other steps.
+    """
+    if n_before == 0:
+        aside = files.free(folder.with_name(f"{FOLDER}-replaced"))
+        folder.rename(aside)
+        logger.warning(f"The rollouts of an earlier run in {str(folder)!r} are moved to {str(aside)!r}.")
+        return
+    for file in folder.glob("[0-9]*-[0-9]*.jsonl"):
+        n_generated, _, _ = file.stem.partition("-")
+        if int(n_generated) > n_before:
+            file.unlink()
+
+
+# Checks of recorded completions
+
+
+def _check_temperature(completions: Rows, args: OPOConfig) -> None:
+    """Check that all completions were sampled at the temperature of the run, in float32 perhaps."""
+    recorded = {completion.get("temperature") for completion in completions}
+    temperatures = sorted({f"{args.temperature if value is None else value:g}" for value in recorded})
+    if temperatures != [f"{args.temperature:g}"]:
+        raise ValueError(
+            f"temperature={args.temperature:g}, but rollouts={args.rollouts!r} were sampled at a temperature of "
+            f"{' and '.join(temperatures)}. Keep those of one temperature, and set `temperature` to it."
+        )
+
+
+def _check_ids(completions: Rows, n_tokens: int, *, source: str) -> None:
     """Check that the model has all tokens of recorded completions: it would fail only where it meets another one."""
-    size = trainer.model.config.get_text_config().vocab_size
-    for row in samples:
+    for completion in completions:
         for name in ("prompt_ids", "completion_ids"):
-            if (largest := max(row.get(name) or (0,))) >= size:
-                said = f"rollouts={trainer.args.rollouts!r}, {row[PLACE]}: `{name}` has {largest}"
-                fix = "If the tokens are of another tokenizer, remove them and `logprobs`, and keep the text"
-                raise ValueError(f"{said}, but the model has only {size:,} tokens. {fix}.")
+            largest = max(completion.get(name) or (0,))
+            if largest >= n_tokens:
+                raise ValueError(
+                    f"rollouts={source!r}, {completion[PLACE]}: `{name}` has {largest}, but the model has only "
+                    f"{n_tokens:,} tokens. If the tokens are of another tokenizer, remove them and `logprobs`, and "
+                    "keep the text."
+                )
 
 
-def _prompt_ids(trainer: Any, prompts: Sequence[Any]) -> list[list[int]]:
+def _check_texts(completions: Rows, tokenizer: Any, *, source: str) -> None:
+    """Check of completions that also have their text that the tokens of most say the same."""
+    n_equal = 0
+    for completion in completions:
+        text = text_of(completion.get("completion")) or ""
+        n_equal += _says(tokenizer, completion["completion_ids"], text)
+    if 2 * n_equal < len(completions):
+        raise ValueError(
+            f"rollouts={source!r}: the tokens of most completions say something else than their text. If they are of "
+            "another tokenizer, remove `completion_ids` and `logprobs`; if not, remove `completion`."
+        )
+
+
+def _says(tokenizer: Any, ids: Sequence[int], text: str) -> bool:
+    """Whether tokens say a text, or more: a server may have cut a thought, half a letter or special tokens out."""
+    text = _letters(text)
+    decoded = (tokenizer.decode(ids, skip_special_tokens=skips) for skips in (False, True))
+    return any(text in _letters(text_of_tokens) for text_of_tokens in decoded)
+
+
+def _letters(text: str) -> str:
+    """A text without white space, and without the sign for half a letter."""
+    return "".join(text.replace("\ufffd", "").split())
+
+
+# Tokens of text
+
+
+def _prompt_ids(tokenize_prompts: TokenizePrompts, prompts: Sequence[Any]) -> Tokens:
     """Tokens of prompts, as the run itself would ask for completions."""
     rendered = [prompt if isinstance(prompt, str) else conversations.as_rendered(prompt) for prompt in prompts]
-    return trainer._tokenize_prompts(rendered)[0]
+    return tokenize_prompts(rendered)[0]
 
 
-def _tokenize(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
+def _end_of_turn(renderer: ChatRenderer, prompt: Any) -> int | None:
+    """The token that ends a completion; a chat template may end a turn by another one than the tokenizer's."""
+    end = renderer.tokenizer.eos_token_id
+    if isinstance(prompt, str):
+        return end
+    turns = [*prompt, {"role": "assistant", "content": "x"}]
+    ids = renderer.tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+    return next((token for token in reversed(ids) if token in renderer.end_token_ids), end)
+
+
+class _Tokenization:
     """
-    Add the tokens of prompts and, where there are none, of completions: a text gets the token that ends a turn. A mask
-    leaves out what the chat template does not render as it was.
+    Gives recorded completions the tokens of their prompts and, where there are none, of their text or messages. A text
+    gets `end`, the token that ends a turn. A mask leaves out what the chat template does not render as it was.
     """
-    tokenizer, prompts = conversations.tokenizer_of(trainer), trainer.train_dataset["prompt"]
-    end = tokenizer.eos_token_id
-    if isinstance(prompts[0], list):  # a chat template may end a turn by another token
-        turns = [*prompts[0], {"role": "assistant", "content": "x"}]
-        ids = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
-        end = next((token for token in reversed(ids) if token in trainer.eos_token_ids), end)
-    template, unique, left_out, added_thoughts = None, [], defaultdict(list), 0
-    source = f"rollouts={trainer.args.rollouts!r}"
-    for prompt, group in zip(prompts, groups, strict=True):
-        (prompt_ids,) = _prompt_ids(trainer, [prompt])
-        for row in group:
-            row.setdefault("prompt_ids", prompt_ids)
-            completion, tools = row.pop("completion", None), row.pop("tools", None)
-            if "completion_ids" in row:
-                continue
-            text = text_of(completion)
-            turns = completion if text is None else [{"role": "assistant", "content": text}]
-            try:
-                if text is None or tools:
-                    if not tools and any(turn.get("tool_calls") for turn in turns):
-                        logger.warning_once(f"{source}: no column `tools` describes those that are called.")
-                    template = template or conversations.marking_template(tokenizer)
-                    row |= conversations.tokenized(trainer, template, prompt, turns, tools or ())
-                    added_thoughts += conversations.empty_thoughts(tokenizer, row, turns)
-                else:
-                    if not isinstance(prompt, str):
-                        conversations.check_prompt(trainer, prompt)
-                    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                    ids = ids if end is None or (ids and ids[-1] in trainer.eos_token_ids) else [*ids, end]
-                    row |= {"completion_ids": ids, "completion_mask": [1] * len(ids)}
-                both = [*row["prompt_ids"], *row["completion_ids"]]
-                unique.append(tokenizer(tokenizer.decode(both), add_special_tokens=False)["input_ids"] == both)
-            except conversations.UnfaithfulError as reason:
-                left_out[str(reason)].append(row[PLACE])
-                unique.append(False)
-                # Not nothing: reward functions read it, and the reward counts in the mean of its group.
-                ids = tokenizer(conversations.spoken(turns), add_special_tokens=False)["input_ids"] or prompt_ids[-1:]
-                row |= {"completion_ids": ids, "completion_mask": [0] * len(ids)}
-    if left_out:
-        count = sum(map(len, left_out.values()))
-        reasons = "; ".join(f"{why} ({len(places):,}, such as {places[0]})" for why, places in left_out.items())
-        said = f"{source}: {count:,} of its {len(unique):,} completions cannot be trained on: {reasons}"
-        if count == len(unique):
-            raise ValueError(f"{said}. None is left: record their tokens, or change their messages.")
-        logger.warning(f"{said}. They are left out.")
-    if added_thoughts:
-        said = f"the chat template adds an empty thought to {added_thoughts:,} turns, which counts as sampled"
-        fix = "If the model wrote none, set `chat_template_kwargs` to {enable_thinking: false}"
-        logger.warning(f"{source}: {said}. {fix}.")
-    if unique:
-        share = 1 - sum(unique) / len(unique)
-        said = f"{source} has no tokens: its text is tokenized again, perhaps otherwise than sampled"
-        depends = "that depends on whether the prompt is before them" + ", or they are left out" * bool(left_out)
-        logger.warning(f"{said}. For {share:.1%} of completions, {depends}.")
+
+    def __init__(self, renderer: ChatRenderer, source: str, end: int | None):
+        self.renderer = renderer
+        self.tokenizer = renderer.tokenizer
+        self.source = f"rollouts={source!r}"
+        self.end = end
+        self.n_texts = 0
+        self.n_unique = 0  # texts whose tokens do not depend on whether the prompt is before them
+        self.n_added_thoughts = 0
+        self.left_out: defaultdict[str, list[str]] = defaultdict(list)  # by reason, where they are
+
+    @cached_property
+    def template(self) -> str:
+        return conversations.marking_template(self.tokenizer)
+
+    def add_tokens(self, row: dict[str, Any], prompt: Any, prompt_ids: list[int]) -> None:
+        row.setdefault("prompt_ids", prompt_ids)
+        completion = row.pop("completion", None)
+        tools = row.pop("tools", None)
+        if "completion_ids" in row:
+            return
+        self.n_texts += 1
+        text = text_of(completion)
+        turns = completion if text is None else [{"role": "assistant", "content": text}]
+        try:
+            if text is None or tools:
+                row |= self._tokens_of_turns(prompt, turns, tools or ())
+                self.n_added_thoughts += conversations.empty_thoughts(self.tokenizer, row, turns)
+            else:
+                if not isinstance(prompt, str):
+                    self.renderer.check_prompt(prompt)
+                row |= _as_sampled(self._tokens_of_text(text))
+            self.n_unique += self._is_unique([*row["prompt_ids"], *row["completion_ids"]])
+        except UnfaithfulError as reason:
+            self.left_out[str(reason)].append(row[PLACE])
+            # Not nothing: reward functions read it, and the reward counts in the mean of its group.
+            ids = self._ids(conversations.spoken(turns)) or prompt_ids[-1:]
+            row |= {"completion_ids": ids, "completion_mask": [0] * len(ids)}
+
+    def _tokens_of_turns(self, prompt: Any, turns: Any, tools: Sequence[Any]) -> dict[str, list[int]]:
+        if not tools and any(turn.get("tool_calls") for turn in turns):
+            logger.warning_once(f"{self.source}: no column `tools` describes those that are called.")
+        try:
+            return self.renderer.tokenized(self.template, prompt, turns, tools)
+        except UnmarkedError as error:
+            raise ValueError(f"{self.source}: {error}. Mark it, or record `completion_ids` with a mask.") from error
+
+    def _tokens_of_text(self, text: str) -> list[int]:
+        ids = self._ids(text)
+        if self.end is None or (ids and ids[-1] in self.renderer.end_token_ids):
+            return ids
+        return [*ids, self.end]
+
+    def _is_unique(self, ids: list[int]) -> bool:
+        """Whether the text of prompt and completion has the tokens that they have each for itself."""
+        return self._ids(self.tokenizer.decode(ids)) == ids
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def warn(self) -> None:
+        """Say which completions cannot be trained on, and how their tokens may differ from those that were sampled."""
+        if self.left_out:
+            self._warn_of_left_out()
+        if self.n_added_thoughts:
+            logger.warning(
+                f"{self.source}: the chat template adds an empty thought to {self.n_added_thoughts:,} turns, which "
+                "counts as sampled. If the model wrote none, set `chat_template_kwargs` to {enable_thinking: false}."
+            )
+        if self.n_texts:
+            share = 1 - self.n_unique / self.n_texts
+            or_left_out = ", or they are left out" if self.left_out else ""
+            logger.warning(
+                f"{self.source} has no tokens: its text is tokenized again, perhaps otherwise than sampled. For "
+                f"{share:.1%} of completions, that depends on whether the prompt is before them{or_left_out}."
+            )
+
+    def _warn_of_left_out(self) -> None:
+        count = sum(map(len, self.left_out.values()))
+        reasons = [f"{reason} ({len(places):,}, such as {places[0]})" for reason, places in self.left_out.items()]
+        problem = (
+            f"{self.source}: {count:,} of its {self.n_texts:,} completions cannot be trained on: {'; '.join(reasons)}"
+        )
+        if count == self.n_texts:
+            raise ValueError(f"{problem}. None is left: record their tokens, or change their messages.")
+        logger.warning(f"{problem}. They are left out.")
 
 
-def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]]) -> None:
+def _as_sampled(ids: list[int]) -> dict[str, list[int]]:
+    """The columns of a completion all of whose tokens the policy has sampled."""
+    return {"completion_ids": ids, "completion_mask": [1] * len(ids)}
+
+
+# Log-probabilities
+
+
+def _add_logps(trainer: Any, groups: list[list[dict[str, Any]]], *, takes_positions: bool) -> None:
     """Add the log-probabilities under the model that wrote the completions, computed by all processes together."""
-    args, model = trainer.args, trainer.args.rollouts_model
-    if model is None:
-        fix = "Set `rollouts_model` to the model that wrote the completions"
-        raise ValueError(f"rollouts={args.rollouts!r} has no column `logprobs`. {fix}.")
-    options = {name: value for name, value in (args.model_init_kwargs or {}).items() if name != "revision"}
+    args = trainer.args
+    accelerator = trainer.accelerator
+    tokenizer = conversations.tokenizer_of(trainer)
+    policy = _behaviour_policy(args, vocabulary=tokenizer.get_vocab())
+    logps_by_group = {}
     with unsharded():
-        author = adapter.load(model, field="rollouts_model", trains=False, **{**options, "device_map": None})
+        policy = policy.to(accelerator.device).eval()
+        base = policy.get_base_model() if is_peft_model(policy) else policy
+        add_fused_lm_head(base, trainer.temperature, args.cast_lm_head_to_fp32)
+        for index in range(accelerator.process_index, len(groups), accelerator.num_processes):
+            prompts = [completion["prompt_ids"] for completion in groups[index]]
+            completions = [completion["completion_ids"] for completion in groups[index]]
+            logps = _scored(trainer, policy, prompts, completions, takes_positions=takes_positions)
+            pairs = zip(logps, completions, strict=True)
+            logps_by_group[index] = [of_tokens[: len(ids)].tolist() for of_tokens, ids in pairs]
+    for of_process in gather_object([logps_by_group]):
+        for index, logps_of_group in of_process.items():
+            for completion, logps in zip(groups[index], logps_of_group, strict=True):
+                completion["logprobs"] = logps
+
+
+def _behaviour_policy(args: OPOConfig, *, vocabulary: Mapping[str, int]) -> Any:
+    """The model of `rollouts_model`, which wrote the completions."""
+    model = args.rollouts_model
+    if model is None:
+        raise ValueError(
+            f"rollouts={args.rollouts!r} has no column `logprobs`. "
+            "Set `rollouts_model` to the model that wrote the completions."
+        )
+    options = dict(cast(dict, args.model_init_kwargs or {}))
+    options["device_map"] = None
+    options.pop("revision", None)
+    with unsharded():
+        policy = adapter.load(model, field="rollouts_model", trains=False, **options)
     source, revision = adapter.tokenizer_source(model, {})
     tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-    if tokenizer.get_vocab() != conversations.tokenizer_of(trainer).get_vocab():
-        fix = "Record log-probabilities where completions are written"
-        raise ValueError(f"rollouts_model={model!r} has another vocabulary than the model to train. {fix}.")
-    process, processes, found = trainer.accelerator.process_index, trainer.accelerator.num_processes, {}
-    with unsharded():
-        author = author.to(trainer.accelerator.device).eval()
-        scorer = author.get_base_model() if is_peft_model(author) else author
-        add_fused_lm_head(scorer, trainer.temperature, args.cast_lm_head_to_fp32)
-        for index in range(process, len(groups), processes):
-            prompts, completions = ([row[name] for row in groups[index]] for name in ("prompt_ids", "completion_ids"))
-            logps = _scored(trainer, author, prompts, completions)
-            found[index] = [row[: len(ids)].tolist() for row, ids in zip(logps, completions, strict=True)]
-    for index, group in [pair for part in gather_object([found]) for pair in part.items()]:
-        for row, logps in zip(groups[index], group, strict=True):
-            row["logprobs"] = logps
+    if tokenizer.get_vocab() != vocabulary:
+        raise ValueError(
+            f"rollouts_model={model!r} has another vocabulary than the model to train. "
+            "Record log-probabilities where completions are written."
+        )
+    return policy
 
 
 @torch.no_grad()
-def _scored(trainer: Any, model: Any, prompts: list[list[int]], completions: list[list[int]]) -> torch.Tensor:
+def _scored(trainer: Any, model: Any, prompts: Tokens, completions: Tokens, *, takes_positions: bool) -> torch.Tensor:
     """Log-probabilities `[B, T]` of completions' tokens after their prompts, at the temperature of the run."""
-    parts = []
-    for tokens, side in ((prompts, "left"), (completions, "right")):
-        ids = [torch.tensor(each) for each in tokens]
-        parts.append([pad(each, 0, side) for each in (ids, [torch.ones_like(each) for each in ids])])
-    inputs = [torch.cat(pair, dim=1).to(trainer.accelerator.device) for pair in zip(*parts, strict=True)]
-    width, size = parts[1][0].shape[1], trainer.args.per_device_train_batch_size
-    call = partial(with_positions, model) if trainer._takes_positions else model
+    prompt_ids, prompt_mask = _padded(prompts, "left")
+    completion_ids, completion_mask = _padded(completions, "right")
+    device = trainer.accelerator.device
+    ids = torch.cat([prompt_ids, completion_ids], dim=1).to(device)
+    mask = torch.cat([prompt_mask, completion_mask], dim=1).to(device)
+    width = completion_ids.shape[1]
+    batch_size = trainer.args.per_device_train_batch_size
+    call = partial(with_positions, model) if takes_positions else model
     with disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
-        return GRPOTrainer._get_per_token_logps_and_entropies(trainer, call, *inputs, width, size)[0]
+        logps_of_trl = GRPOTrainer._get_per_token_logps_and_entropies
+        logps, *_ = logps_of_trl(trainer, call, ids, mask, width, batch_size)
+    return logps
+
+
+def _padded(tokens: Tokens, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask, `[B, longest]` each, padded on a side."""
+    ids = [torch.tensor(ids_of_one) for ids_of_one in tokens]
+    masks = [torch.ones_like(ids_of_one) for ids_of_one in ids]
+    return pad(ids, 0, side), pad(masks, 0, side)

@@ -33,64 +33,81 @@ class Finding(NamedTuple):
 
 class _Tokens(NamedTuple):
     recorded: Values  # log-probabilities, `[n]`
-    own: Values
+    current: Values  # the policy's
     entropies: Values
+
+    def chosen(self, mask: NDArray[np.bool_]) -> "_Tokens":
+        return _Tokens(self.recorded[mask], self.current[mask], self.entropies[mask])
 
     @property
     def differences(self) -> Values:
-        return self.recorded - self.own
+        return self.recorded - self.current
+
+    @property
+    def share_above(self) -> float:
+        """Share of the tokens whose recorded log-probability is above the policy's by more than rounding."""
+        return float(np.mean(self.differences > 0.003))
+
+    @property
+    def share_below(self) -> float:
+        return float(np.mean(self.differences < -0.003))
 
     @property
     def choices(self) -> float:
         """Number of tokens, each counted by the probability that another one is sampled."""
-        return float(-np.expm1(np.minimum(self.recorded, self.own)).sum())
+        lower = np.minimum(self.recorded, self.current)
+        return float(-np.expm1(lower).sum())
 
 
-def compare(recorded: Values, own: Values, entropies: Values, *, temperature: float, cut: str) -> Finding | None:
+def compare(
+    recorded: Values, current: Values, entropies: Values, *, temperature: float, truncation: str
+) -> Finding | None:
     """
     Compare recorded log-probabilities of sampled tokens with the policy's own before it moves. `None` if they agree
     within rounding, or there are too few to tell.
 
     All are float64, `[n]`; `entropies` are the policy's in the places of these tokens, in nats. `temperature` is the
-    run's. `cut` says by which settings tokens were left out of sampling, such as `top_p=0.9`; empty if unknown.
+    run's. `truncation` says by which settings tokens were left out of sampling, such as `top_p=0.9`; empty if unknown.
     """
-    is_finite = np.isfinite(recorded + own + entropies)  # a policy may be broken
-    recorded, own, entropies = recorded[is_finite], own[is_finite], entropies[is_finite]
-    if not len(recorded):
+    is_finite = np.isfinite(recorded + current + entropies)  # A policy may be broken.
+    tokens = _Tokens(recorded[is_finite], current[is_finite], entropies[is_finite])
+    if not len(tokens.current):
         return None
-    above, below = np.mean(recorded - own > 0.003), np.mean(recorded - own < -0.003)
-    is_zero = recorded == 0
-    others = _Tokens(recorded[~is_zero], own[~is_zero], entropies[~is_zero])
+    others = tokens.chosen(tokens.recorded != 0)
     can_tell = others.choices > _FEWEST_CHOICES
     slope, explained = _slope(others) if can_tell else (1.0, 0.0)
-    # A sure model's are above those of a policy that is not, too, but whatever the policy's are.
+    # Those of a sure model are above those of a policy that is not, too, but whatever the policy's are.
     if can_tell and slope > 0.5 and _are_of_kept_tokens(others):
-        difference = f"are above the policy's for {above:.0%} of the sampled tokens, and below for hardly any"
-        cause = f"as those of the tokens that truncated sampling keeps ({cut or '`top_p`, `top_k` or `min_p`'})"
-        fix = f"{_ANEW}, or record them before tokens are left out (vLLM: `raw_logprobs`)"
-        return Finding(difference, cause, fix)
+        settings = truncation or "`top_p`, `top_k` or `min_p`"
+        return Finding(
+            f"are above the policy's for {tokens.share_above:.0%} of the sampled tokens, and below for hardly any",
+            f"as those of the tokens that truncated sampling keeps ({settings})",
+            f"{_ANEW}, or record them before tokens are left out (vLLM: `raw_logprobs`)",
+        )
     # For temperatures from 0.3 to 1.3 instead of 1, at least 0.80 was measured, and for other models at most 0.57.
     if explained > 0.7 and slope > 0.1 and abs(slope - 1) > 0.05:
-        difference = f"have a slope of {slope:.2g} to the policy's, which explains {explained:.0%} of the difference"
-        cause = f"as those at a temperature near {temperature / slope:.2g} instead of {temperature:g}"
-        fix = f"{_ANEW}, record them at the run's temperature (vLLM: `processed_logprobs`), or set `temperature`"
-        return Finding(difference, cause, fix)
-    # At this log-probability others have a tenth of the probability. A real 0 leaves them less than 1e-7.
-    in_doubt = own < -0.1
-    filled_in, almost = is_zero & in_doubt, ~is_zero & in_doubt & (recorded > -0.01)
-    # A policy that has become sure has zeros, too, but with them as many that are almost 0.
-    if filled_in.sum() > max(0.01 * len(own), 2 * almost.sum()):
-        probability = np.exp(own[filled_in]).mean()
-        difference = f"are exactly 0 for {np.mean(filled_in):.0%} of the sampled tokens"
-        difference += f", to which the policy gives a probability of {probability:.0%} on average"
-        return Finding(difference, "as if filled in, or of truncated or greedy sampling", _ANEW)
-    distances = np.abs(others.differences)
-    error = distances.std() * len(distances) ** 0.5  # of the sum
-    # Between kernels in bfloat16, 0.06 was measured for each choice.
-    if can_tell and distances.sum() - 2 * error > 0.06 * others.choices:
-        difference = f"are above the policy's for {above:.0%} of the sampled tokens, and below for {below:.0%}"
-        author = f"another model with {cut}" if cut else "another model"
-        return Finding(difference, f"as those of {author}, or of another state of this one", "")
+        return Finding(
+            f"have a slope of {slope:.2g} to the policy's, which explains {explained:.0%} of the difference",
+            f"as those at a temperature near {temperature / slope:.2g} instead of {temperature:g}",
+            f"{_ANEW}, record them at the run's temperature (vLLM: `processed_logprobs`), or set `temperature`",
+        )
+    is_filled_in = _filled_in(tokens)
+    if is_filled_in.any():
+        probability = np.exp(tokens.current[is_filled_in]).mean()
+        return Finding(
+            f"are exactly 0 for {np.mean(is_filled_in):.0%} of the sampled tokens, to which the policy gives a "
+            f"probability of {probability:.0%} on average",
+            "as if filled in, or of truncated or greedy sampling",
+            _ANEW,
+        )
+    if can_tell and _differ_by_more_than_rounding(others):
+        model = f"another model with {truncation}" if truncation else "another model"
+        return Finding(
+            f"are above the policy's for {tokens.share_above:.0%} of the sampled tokens, and below for "
+            f"{tokens.share_below:.0%}",
+            f"as those of {model}, or of another state of this one",
+            "",
+        )
     return None
 
 
@@ -100,11 +117,36 @@ def _are_of_kept_tokens(tokens: _Tokens) -> bool:
     are kept share their probability.
     """
     differences = tokens.differences
-    risen, fallen = differences.clip(min=0).sum(), -differences.clip(max=0).sum()
+    risen = differences.clip(min=0).sum()
+    fallen = -differences.clip(max=0).sum()
     # `top_p=0.99` adds 0.01 for each choice. By rounding in bfloat16, `top_p=0.95` falls by 0.08 of what it adds.
-    goes_up = risen - fallen > 0.005 * tokens.choices and fallen < 0.1 * risen
+    if risen - fallen <= 0.005 * tokens.choices or fallen >= 0.1 * risen:
+        return False
     # A very different model is mostly above the policy, too, but clearly below for 8 % of tokens or more.
-    return bool(goes_up and np.sum(differences < -0.1) < 0.02 * np.sum(tokens.own < -0.1))
+    n_below = np.sum(differences < -0.1)
+    n_in_doubt = np.sum(tokens.current < -0.1)
+    return bool(n_below < 0.02 * n_in_doubt)
+
+
+def _filled_in(tokens: _Tokens) -> NDArray[np.bool_]:
+    """Which tokens have an exact 0 that does not look like the log-probability of any policy, `[n]`."""
+    is_zero = tokens.recorded == 0
+    # At this log-probability others have a tenth of the probability. A real 0 leaves them less than 1e-7.
+    in_doubt = tokens.current < -0.1
+    is_filled_in = is_zero & in_doubt
+    # A policy that has become sure has zeros, too, but with them as many that are almost 0.
+    is_almost_zero = ~is_zero & in_doubt & (tokens.recorded > -0.01)
+    most_of_a_policy = max(0.01 * len(tokens.current), 2 * is_almost_zero.sum())
+    if is_filled_in.sum() <= most_of_a_policy:
+        return np.zeros_like(is_filled_in)
+    return is_filled_in
+
+
+def _differ_by_more_than_rounding(tokens: _Tokens) -> bool:
+    distances = np.abs(tokens.differences)
+    error_of_sum = distances.std() * len(distances) ** 0.5
+    # Between kernels in bfloat16, 0.06 was measured for each choice.
+    return bool(distances.sum() - 2 * error_of_sum > 0.06 * tokens.choices)
 
 
 def _slope(tokens: _Tokens) -> tuple[float, float]:
@@ -114,18 +156,23 @@ def _slope(tokens: _Tokens) -> tuple[float, float]:
     A temperature multiplies log-probabilities by such a slope and normalizes them again. The normalizer, a Rényi
     entropy, is not known, but nearly proportional to the entropy: both explain the differences.
     """
-    differences, surprises = tokens.differences, tokens.own + tokens.entropies
-    if not (np.ptp(differences) and np.ptp(surprises)):
+    differences = tokens.differences
+    surprises = tokens.current + tokens.entropies
+    if not np.ptp(differences) or not np.ptp(surprises):
         return 1.0, 0.0
-    columns = np.stack([np.ones_like(surprises), tokens.own, tokens.entropies], axis=1)
+    columns = np.stack([np.ones_like(surprises), tokens.current, tokens.entropies], axis=1)
     # Another model may have a few tokens far off, which alone would make a line.
     weights = 1 / (1 + surprises**2)
-    root = np.sqrt(weights)
-    factors = np.linalg.lstsq(columns * root[:, None], differences * root, rcond=None)[0]
+    roots = np.sqrt(weights)
+    factors, *_ = np.linalg.lstsq(columns * roots[:, None], differences * roots, rcond=None)
     slope = 1 + float(factors[1])
-    unexplained = weights @ (differences - columns @ factors) ** 2
-    variance = weights @ (differences - np.average(differences, weights=weights)) ** 2
+    residuals = differences - columns @ factors
+    deviations = differences - np.average(differences, weights=weights)
+    unexplained = weights @ residuals**2
+    variance = weights @ deviations**2
     # They do if it is sure of all others; but only a temperature orders these, too: the correlation of ranks was at
     # least 0.67 then, and for a sure model before and after training 0.3.
-    order = abs(stats.spearmanr(differences, surprises).statistic)
-    return slope, float(1 - unexplained / variance) if order > 0.6 else 0.0
+    correlation = stats.spearmanr(differences, surprises).statistic
+    if not abs(correlation) > 0.6:
+        return slope, 0.0
+    return slope, float(1 - unexplained / variance)

@@ -40,12 +40,16 @@ class ReplayBuffer:
         Replay needs the `advantages` of all processes, `[N]`, NaN for completions that do not take part.
         """
         if self.max_staleness:
-            if images := sorted(rollout.keys() & {*MULTIMODAL_KEYS}):
-                said = f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}"
-                raise ValueError(f"{said}. Set `max_staleness` to 0.")
+            images = sorted(rollout.keys() & set(MULTIMODAL_KEYS))
+            if images:
+                raise ValueError(
+                    f"max_staleness={self.max_staleness} cannot replay samples with {', '.join(images)}. "
+                    "Set `max_staleness` to 0."
+                )
             if self.rollouts and rollout.keys() != self.rollouts[-1].keys():
                 raise ValueError(f"max_staleness={self.max_staleness} needs the same entries in every rollout.")
-            self.useful.append(have_spread(advantages, advantages.isfinite(), self.num_generations).tolist())
+            useful = have_spread(advantages, advantages.isfinite(), self.num_generations)
+            self.useful.append(useful.tolist())
         self.rollouts.append(rollout)
 
     def clear(self) -> None:
@@ -57,17 +61,27 @@ class ReplayBuffer:
         latest = self.rollouts[-1]
         if passed == 0 or len(self.rollouts) == 1:
             return latest
-        useful = np.array(self.useful)
-        draws = np.random.default_rng((self.seed, rollout, passed, 1)).random(useful.shape)
-        # A place without a useful group is served by the current rollout.
-        draws[-1] += 2 * ~useful.any(axis=0)
-        chosen = np.where(useful | (draws > 1), draws, -1).argmax(axis=0)
+        chosen = self._choose_rollouts(rollout, passed)
         n_local = len(latest["advantages"])
         places = self.process * n_local + np.arange(n_local)
-        of_rollout = chosen[places // self.num_generations]
+        rollout_of_sample = chosen[places // self.num_generations]
         # Samples are taken before they are put together: a copy of the buffer would double its memory.
-        drawn = [take(self.rollouts[k], np.flatnonzero(of_rollout == k)) for k in np.unique(of_rollout)]
-        return take(concatenate(drawn), np.argsort(np.argsort(of_rollout, kind="stable")))
+        drawn = []
+        for index in np.unique(rollout_of_sample):
+            samples = np.flatnonzero(rollout_of_sample == index)
+            drawn.append(take(self.rollouts[index], samples))
+        # They are in the order of the rollouts; each goes back to its place.
+        order = np.argsort(rollout_of_sample, kind="stable")
+        return take(concatenate(drawn), np.argsort(order))
+
+    def _choose_rollouts(self, rollout: int, passed: int) -> np.ndarray:
+        """For each group of a rollout, over all processes, from which rollout of the buffer a pass takes it."""
+        useful = np.array(self.useful)  # `[rollouts, groups]`
+        draws = np.random.default_rng((self.seed, rollout, passed, 1)).random(useful.shape)
+        draws[~useful] = -1
+        # A place without a useful group is served by the current rollout.
+        draws[-1, ~useful.any(axis=0)] = 2
+        return draws.argmax(axis=0)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and text, for [`~ReplayBuffer.load_state_dict`]."""
@@ -75,6 +89,7 @@ class ReplayBuffer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a state of [`~ReplayBuffer.state_dict`], or from an empty one."""
-        for kept, name in ((self.rollouts, "rollouts"), (self.useful, "useful")):
-            kept.clear()
-            kept.extend(state.get(name, ()))
+        self.rollouts.clear()
+        self.rollouts.extend(state.get("rollouts", ()))
+        self.useful.clear()
+        self.useful.extend(state.get("useful", ()))

@@ -2,7 +2,10 @@
 Logs of other programs as recorded rollouts. A test names the program, its file and the version whose source was read.
 """
 
+import copy
 import json
+import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,19 @@ import pytest
 from datasets import Dataset
 from helpers import RecordingGRPO, trained
 
+from opo_trl.checks.files import write_lines
 from opo_trl.reuse.reading import RECORDED, load_rollouts
 
 
 def written(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> str:
-    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(folder / name)
+    file = folder / name
+    write_lines(file, rows)
+    return str(file)
+
+
+def of_completions(groups: Dataset, name: str) -> list[list]:
+    """The values of a column, for the completions of each group."""
+    return [[completion[name] for completion in group] for group in groups[RECORDED]]
 
 
 # verifiers 0.4.0: v1/utils/trace_store.py writes an `Episode` (v1/episode.py) per line, with the nodes of v1/graph.py
@@ -23,15 +33,20 @@ def written(folder: Path, rows: list[dict], name: str = "rows.jsonl") -> str:
 
 def node(parent: int | None, role: str, content: str | None, ids=(), n_sampled=0, **more) -> dict[str, Any]:
     """A message, and its tokens, the last of which the model has sampled."""
-    said = {"role": role, **({} if content is None else {"content": content}), **more}
-    return {
-        **({} if parent is None else {"parent": parent}),
-        "message": said,
+    message = {"role": role, **more}
+    if content is not None:
+        message["content"] = content
+    n_context = len(ids) - n_sampled
+    graph_node = {
+        "message": message,
         "sampled": role == "assistant",
-        "token_ids": [*ids],
-        "mask": [place >= len(ids) - n_sampled for place in range(len(ids))],
+        "token_ids": list(ids),
+        "mask": [False] * n_context + [True] * n_sampled,
         "logprobs": [-0.5] * n_sampled,
     }
+    if parent is not None:
+        graph_node["parent"] = parent
+    return graph_node
 
 
 CALL = {"id": "c0", "type": "function", "name": "guess", "arguments": '{"number": 3}'}
@@ -42,6 +57,7 @@ NODES = [
     node(1, "tool", "higher", [30], tool_call_id="c0"),
     node(2, "assistant", "done", [31, 40], 1),
 ]
+WITHOUT_TOKENS = {"token_ids": [], "mask": [], "logprobs": []}
 
 
 def episode(key: str, *, nodes=NODES, reward: float = 1.0, ok: bool = True, trainable: bool = True) -> dict[str, Any]:
@@ -62,7 +78,8 @@ def episode(key: str, *, nodes=NODES, reward: float = 1.0, ok: bool = True, trai
 
 def test_verifiers_with_tokens(tmp_path, caplog):
     branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
-    injected = [NODES[0], NODES[1], {**NODES[3], "parent": 1}, {**NODES[3], "parent": 2, "sampled": False}]
+    asked, called, _, answered = NODES
+    injected = [asked, called, {**answered, "parent": 1}, {**answered, "parent": 2, "sampled": False}]
     rows = [
         episode("a"),
         episode("a", reward=0.0, nodes=[*NODES, node(3, "user", "over", [50])]),
@@ -75,41 +92,51 @@ def test_verifiers_with_tokens(tmp_path, caplog):
     groups = load_rollouts(written(tmp_path, rows, "traces.jsonl"), 2)
     assert "3 of its 7 traces are not one conversation" in caplog.text
     assert groups["prompt"] == [[{"role": "user", "content": "Game 1."}]] * 2
-    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[2.5, 0.5], [2.5, None]]
-    row = groups[RECORDED][0][1]  # what follows the last sampled token is left out
+    assert of_completions(groups, "reward") == [[2.5, 0.5], [2.5, None]]
+    first_group, _ = groups[RECORDED]
+    _, row = first_group  # What follows the last sampled token is left out.
     assert (row["prompt_ids"], row["completion_ids"]) == ([10, 11, 12], [20, 21, 30, 31, 40])
     assert (row["completion_mask"], row["logprobs"]) == ([1, 1, 0, 0, 1], [-0.5, -0.5, 0, 0, -0.5])
     assert row["temperature"] == pytest.approx(0.7)
     assert (row["top_p"], row["top_k"]) == (0.9, None)
     assert row["completion"] == "done"  # for the check that tokens are of the model's tokenizer
     # Log-probabilities that are not there are not taken for 0.
-    lacking = [*NODES[:3], {**NODES[3], "logprobs": []}]
+    lacking = [*NODES[:3], {**answered, "logprobs": []}]
+    file = written(tmp_path, [episode("a"), episode("a", nodes=lacking)])
     with pytest.raises(ValueError, match=r"row 2: `logprobs` is \[-0\.5, -0\.5, None"):
-        load_rollouts(written(tmp_path, [episode("a"), episode("a", nodes=lacking)]), 2)
+        load_rollouts(file, 2)
 
 
 def test_verifiers_without_tokens(tmp_path):
     """As its default client, which calls any server, writes them."""
-    nodes = [{**each, "token_ids": [], "mask": [], "logprobs": []} for each in NODES]
-    row = load_rollouts(written(tmp_path, [episode("a", nodes=nodes)] * 2), 2)[RECORDED][0][0]
+    nodes = [graph_node | WITHOUT_TOKENS for graph_node in NODES]
+    file = written(tmp_path, [episode("a", nodes=nodes)] * 2)
+    (group,) = load_rollouts(file, 2)[RECORDED]
+    row, _ = group
     call = {"type": "function", "function": {"name": "guess", "arguments": '{"number": 3}'}}
     assert [turn["content"] for turn in row["completion"]] == ["", "higher", "done"]
     assert row["completion"][0]["tool_calls"] == [call]
-    assert row["tools"] == [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
+    function = {name: TOOL[name] for name in ("name", "description", "parameters")}
+    assert row["tools"] == [{"type": "function", "function": function}]
     assert "completion_ids" not in row
     # prime-rl, which writes the same, names the group: a task comes again in a later step. `effective` repeats.
-    grouped = [episode("a", nodes=nodes, reward=k) | {"group": {"id": name}} for name in "xy" for k in (0.0, 1.0)]
+    rows = []
+    for name in "xy":
+        for reward in (0.0, 1.0):
+            rows.append({**episode("a", nodes=nodes, reward=reward), "group": {"id": name}})
+    rollouts = tmp_path / "rollouts"
     for part in ("train/all", "train/effective", "eval/all"):
-        (folder := tmp_path / "rollouts" / "step_1" / part).mkdir(parents=True)
-        written(folder, grouped, "traces.jsonl")
-    groups = load_rollouts(str(tmp_path / "rollouts"), 2)
-    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.5, 2.5]] * 2
+        folder = rollouts / "step_1" / part
+        folder.mkdir(parents=True)
+        written(folder, rows, "traces.jsonl")
+    groups = load_rollouts(str(rollouts), 2)
+    assert of_completions(groups, "reward") == [[0.5, 2.5]] * 2
 
 
 def test_a_trace_of_verifiers_without_tokens_costs_itself_only(tmp_path, caplog):
     """As if the server had failed to return those of one turn."""
-    without = [*NODES[:3], {**NODES[3], "token_ids": [], "mask": [], "logprobs": []}]
-    rows = [episode("a"), episode("a", nodes=without), episode("a", reward=0.0)]
+    lacking = [*NODES[:3], NODES[3] | WITHOUT_TOKENS]
+    rows = [episode("a"), episode("a", nodes=lacking), episode("a", reward=0.0)]
     (group,) = load_rollouts(written(tmp_path, rows), 2)[RECORDED]
     assert [row["completion_ids"] for row in group] == [[20, 21, 30, 31, 40]] * 2
     assert [row["reward"] for row in group] == [2.5, 0.5]
@@ -118,16 +145,18 @@ def test_a_trace_of_verifiers_without_tokens_costs_itself_only(tmp_path, caplog)
 
 def test_traces_that_are_all_branched_are_rejected(tmp_path):
     branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
-    said = (
+    file = written(tmp_path, [episode("a", nodes=branched)] * 2)
+    error = (
         r"rollouts=.*row 1: this trace of verifiers, like all others, .* not one conversation.* each of their branches"
     )
-    with pytest.raises(ValueError, match=said):
-        load_rollouts(written(tmp_path, [episode("a", nodes=branched)] * 2), 2)
+    with pytest.raises(ValueError, match=error):
+        load_rollouts(file, 2)
 
 
 def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
-    rows = [{"prompt": "1+1=", "completion": "2", "reward": 1.0}, {"prompt": "1+1=", "completion": "2"}]
-    written(tmp_path, rows[:1], "a.jsonl"), written(tmp_path, rows[1:], "b.jsonl")
+    row = {"prompt": "1+1=", "completion": "2"}
+    written(tmp_path, [{**row, "reward": 1.0}], "a.jsonl")
+    written(tmp_path, [row], "b.jsonl")
     with pytest.raises(ValueError, match=r"only one of '.*a\.jsonl' and '.*b\.jsonl' has 'reward'"):
         load_rollouts(str(tmp_path), 2)
 
@@ -143,7 +172,8 @@ def test_the_folder_of_a_run_is_not_its_metrics(tmp_path):
 # Others, in the forms that these programs write
 
 
-ASK, ANSWER = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
+ASK = {"role": "user", "content": "1+2="}
+ANSWER = {"role": "assistant", "content": "3"}
 ITEM = {"type": "function_call", "call_id": "c0", "name": "guess", "arguments": "{}"}  # openai 2.x, `Response.output`
 OTHERS = {
     # prime-rl 0.8.0 (559b447): trainer/rl/token_export.py, into token_exports/step_N/rank_N.jsonl
@@ -175,8 +205,9 @@ OTHERS = {
 
 @pytest.mark.parametrize("said", OTHERS)
 def test_rows_of_others_are_named_with_what_to_do(tmp_path, said):
+    file = written(tmp_path, [OTHERS[said]] * 2)
     with pytest.raises(ValueError, match=said) as error:
-        load_rollouts(written(tmp_path, [OTHERS[said]] * 2), 2)
+        load_rollouts(file, 2)
     assert str(error.value).startswith(f"rollouts='{tmp_path}/rows.jsonl'")
 
 
@@ -205,40 +236,39 @@ MESSAGES = {
 @pytest.mark.parametrize("said", MESSAGES)
 def test_messages_of_others_are_named_with_what_to_do(tmp_path, said):
     rows = [{"messages": [ASK, ANSWER], "reward": 1.0}, {"messages": [ASK, ANSWER, MESSAGES[said]], "reward": 0.0}]
+    file = written(tmp_path, rows)
     with pytest.raises(ValueError, match=rf"rollouts=.*, row 2: {said}"):
-        load_rollouts(written(tmp_path, rows), 2)
+        load_rollouts(file, 2)
 
 
 def test_steps_of_art_do_not_join(tmp_path):
     """openpipe-art 0.5.18 writes a file N.parquet for each step, in which `group_index` begins at 0."""
     for step in (1, 2):
-        answers = [[{**ASK, "trainable": False}, {**ANSWER, "content": f"{step}{place}"}] for place in range(2)]
-        rows = [{"group_index": 0, "reward": float(step - 1), "tools": None, "messages": turns} for turns in answers]
+        rows = []
+        for place in range(2):
+            messages = [{**ASK, "trainable": False}, {**ANSWER, "content": f"{step}{place}"}]
+            rows.append({"group_index": 0, "reward": float(step - 1), "tools": None, "messages": messages})
         Dataset.from_list(rows).to_parquet(tmp_path / f"{step:04}.parquet")
     groups = load_rollouts(str(tmp_path), 2)
-    said = [[row["completion"][0]["content"] for row in group] for group in groups[RECORDED]]
-    assert said == [["10", "11"], ["20", "21"]]
+    answers = []
+    for completions in of_completions(groups, "completion"):
+        answers.append([turn["content"] for (turn,) in completions])
+    assert answers == [["10", "11"], ["20", "21"]]
 
 
 def test_verl(tmp_path, caplog):
     """verl 0.10.0.dev (1dda039): trainer/ppo/ray_trainer.py, `_write_generations`, into rollout_data_dir/N.jsonl."""
     for step in (1, 2):
-        rows = [
-            {
-                "input": f"user\n{n}+1=\nassistant\n",
-                "output": f"{step + k:g}",
-                "gts": str(n + 1),
-                "score": k,
-                "step": step,
-            }
-            for n in range(2)
-            for k in (0.0, 1.0)
-        ]
+        rows = []
+        for number in range(2):
+            row = {"input": f"user\n{number}+1=\nassistant\n", "gts": str(number + 1), "step": step}
+            rows.append({**row, "output": f"{step}", "score": 0.0})
+            rows.append({**row, "output": f"{step + 1}", "score": 1.0})
         written(tmp_path, rows, f"{step}.jsonl")
     groups = load_rollouts(str(tmp_path), 2)
     # Completions of another step are of another policy.
-    assert [[row["completion"] for row in group] for group in groups[RECORDED]] == [["1", "2"]] * 2 + [["2", "3"]] * 2
-    assert [[row["reward"] for row in group] for group in groups[RECORDED]] == [[0.0, 1.0]] * 4
+    assert of_completions(groups, "completion") == [["1", "2"], ["1", "2"], ["2", "3"], ["2", "3"]]
+    assert of_completions(groups, "reward") == [[0.0, 1.0]] * 4
     assert groups["prompt"][:2] == ["user\n0+1=\nassistant\n", "user\n1+1=\nassistant\n"]
     assert "prompts lack those of the chat template" in caplog.text
 
@@ -248,37 +278,53 @@ def test_trl(tiny_model, tmp_path, functions):
     """The installed TRL: trainer/grpo_trainer.py, `log`, into completions/completions_N.parquet."""
     seen = []
 
+    def remainders(divisor: int, n_completions: int) -> list[float | None]:
+        rewards = [float(place % divisor) for place in range(n_completions)]
+        rewards[5] = None
+        return rewards
+
     def first(completions, **_):
         seen.extend(completions)
-        return [None if place == 5 else float(place % 3) for place in range(len(completions))]
+        return remainders(3, len(completions))
 
     def second(completions, **_):
-        return [None if place == 5 else float(place % 2) for place in range(len(completions))]
+        return remainders(2, len(completions))
 
-    arguments = {"reward_funcs": [first, second][:functions], "rollout_func": None}
+    reward_funcs = [first] if functions == 1 else [first, second]
+    arguments = {"reward_funcs": reward_funcs, "rollout_func": None}
     options = {"steps_per_generation": 4, "max_steps": 4, "log_completions": True, "logging_steps": 1}
     run = trained(tiny_model, tmp_path, trainer_class=RecordingGRPO, trainer_arguments=arguments, **options)
-    assert len([*(tmp_path / "completions").iterdir()]) == 4  # two of each rollout
-    rows = [row for group in load_rollouts(str(tmp_path / "completions"), 4)[RECORDED] for row in group]
+    folder = tmp_path / "completions"
+    assert len(os.listdir(folder)) == 4  # two of each rollout
+    rows = list(chain.from_iterable(load_rollouts(str(folder), 4)[RECORDED]))
     assert [row["completion"] for row in rows] == seen
-    advantages = [value for rollout in run.rollouts for value in rollout.advantages.tolist()]
-    wanted = [float(place % 3) for place in range(16)] * 2 if functions == 1 else advantages
-    for place, (row, value) in enumerate(zip(rows, wanted, strict=True)):
-        assert row["reward"] == (None if place % 16 == 5 else pytest.approx(value))
+    expected = []
+    for rollout in run.rollouts:
+        rewards = remainders(3, 16)
+        if functions == 2:
+            rewards = rollout.advantages.tolist()
+            rewards[5] = None
+        expected += rewards
+    for row, reward in zip(rows, expected, strict=True):
+        assert row["reward"] == (None if reward is None else pytest.approx(reward))
 
 
 def test_conversations(tmp_path):
     turns = [("system", "Play."), ("user", "Game 1."), ("assistant", "3"), ("user", "higher"), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
     parts = [{"type": "text", "text": text} for text in ("Game ", "1.")]
-    asked = [messages[0], {"role": "user", "content": parts}, *messages[2:]]
-    rows = [{"messages": asked, "reward": reward, "solution": "4"} for reward in (0, 1)]
-    (group,) = load_rollouts(written(tmp_path, rows), 2)
-    assert group["prompt"] == messages[:2]
-    assert group["solution"] == "4"
-    assert [(row["completion"], row["reward"]) for row in group[RECORDED]] == [(messages[2:], 0), (messages[2:], 1)]
+    with_parts = copy.deepcopy(messages)
+    with_parts[1]["content"] = parts
+    rows = [{"messages": with_parts, "reward": reward, "solution": "4"} for reward in (0, 1)]
+    groups = load_rollouts(written(tmp_path, rows), 2)
+    assert groups["prompt"] == [messages[:2]]
+    assert groups["solution"] == ["4"]
+    assert of_completions(groups, "completion") == [[messages[2:], messages[2:]]]
+    assert of_completions(groups, "reward") == [[0, 1]]
     parts[0] = {"type": "image_url", "image_url": {"url": "https://example.org"}}
+    with_an_image = written(tmp_path, rows)
     with pytest.raises(ValueError, match=r"rollouts=.*a message has \{'type': 'image_url'.* only text can be"):
-        load_rollouts(written(tmp_path, rows), 2)
+        load_rollouts(with_an_image, 2)
+    unanswered = written(tmp_path, [{"messages": messages[:2], "reward": 1}])
     with pytest.raises(ValueError, match=r"row 1: `completion` is \[\]"):
-        load_rollouts(written(tmp_path, [{"messages": messages[:2], "reward": 1}]), 2)
+        load_rollouts(unanswered, 2)

@@ -14,7 +14,15 @@ PASSES = {"steps_per_generation": 4, "num_iterations": 3}
 
 def members(step) -> list[tuple[int, int]]:
     """Rollout and row of each sample of an optimizer step."""
-    return [(int(k), int(i)) for b in step.batches for k, i in zip(b["rollout"], b["row"], strict=True)]
+    samples = []
+    for batch in step.batches:
+        samples += zip(batch["rollout"].tolist(), batch["row"].tolist(), strict=True)
+    return samples
+
+
+def pairs(items: list) -> list[tuple]:
+    """The first two, the next two …; here, the two steps of each pass."""
+    return list(zip(items[::2], items[1::2], strict=True))
 
 
 # Passes
@@ -22,12 +30,12 @@ def members(step) -> list[tuple[int, int]]:
 
 def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path):
     trainer = trained(tiny_model, tmp_path, max_steps=12, **PASSES)
-    steps = [set(members(step)) for step in trainer.steps]
-    passes = [(steps[i], steps[i + 1]) for i in range(0, 12, 2)]
-    for number, (first, second) in enumerate(passes):
+    steps = [frozenset(members(step)) for step in trainer.steps]
+    for number, (first, second) in enumerate(pairs(steps)):
         assert len(first) == len(second) == 8
         assert first | second == {(number // 3, row) for row in range(16)}
-    assert len({frozenset(first) for first, _ in passes}) == 6
+    first_steps = set(steps[::2])
+    assert len(first_steps) == 6
     assert [entry["opo/pass"] for entry in logged(trainer)] == [1, 1, 2, 2, 3, 3] * 2
     # The behaviour policy stays the one that wrote the rollout.
     assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1, 2, 3, 4, 5] * 2
@@ -36,7 +44,8 @@ def test_each_pass_has_every_sample_once_in_other_steps(tiny_model, tmp_path):
 def test_passes_of_one_optimizer_step_need_no_stored_log_probabilities(tiny_model, tmp_path):
     options = {"steps_per_generation": 2, "gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 2}
     trainer = trained(tiny_model, tmp_path, **options)
-    assert not any("old_per_token_logps" in batch for step in trainer.steps for batch in step.batches)
+    for step in trainer.steps:
+        assert not any("old_per_token_logps" in batch for batch in step.batches)
     assert [entry["opo/log_ratio/absmax"] for entry in logged(trainer)] == [0, 0]
     assert [entry["opo/pass"] for entry in logged(trainer)] == [1.5, 1.5]
 
@@ -46,7 +55,8 @@ def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
     trainer = trained(tiny_model, tmp_path, max_steps=5, **PASSES)  # the last pass is the steps 5 and 6
     assert not trainer._replay.rollouts
     # Nor what a step has computed for each token.
-    assert not any(torch.is_tensor(value) and value.ndim > 1 for value in vars(trainer).values())
+    tensors = filter(torch.is_tensor, vars(trainer).values())
+    assert all(tensor.ndim <= 1 for tensor in tensors)
 
 
 def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_model, tmp_path):
@@ -57,7 +67,8 @@ def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_
             raise KeyboardInterrupt
 
     options = {"steps_per_generation": 1, "max_sampling_rounds": 2}
-    trainer = make_trainer(tiny_model, tmp_path, script=(script := Script()), inject=interrupt, **options)
+    script = Script()
+    trainer = make_trainer(tiny_model, tmp_path, script=script, inject=interrupt, **options)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer._reports
@@ -65,8 +76,9 @@ def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_
     script.calls.clear()
     trainer.train()
     assert (trainer._skipped.in_a_row, trainer._reward_failures) == (0, {})
-    fresh = trained(tiny_model, tmp_path, **options)
-    assert without_times(logged(trainer)[0]) == without_times(logged(fresh)[0])
+    first_entry, *_ = logged(trainer)
+    first_entry_of_fresh_run, *_ = logged(trained(tiny_model, tmp_path, **options))
+    assert without_times(first_entry) == without_times(first_entry_of_fresh_run)
 
 
 # Replay
@@ -85,11 +97,12 @@ def test_gradient_of_a_replaying_pass_is_the_definition(tiny_model, tmp_path, op
     reference = Reference(trainer, script)
     replayed = 0
     for number, step in enumerate(trainer.steps):
-        first_pass = number % 6 < 2
+        rollout, step_of_rollout = divmod(number, 6)
+        is_first_pass = step_of_rollout < 2
         expected = reference.step(number)
         assert_step_equals(step, expected)
-        stale = {k for k, _ in members(step)} - {number // 6}
-        assert not (first_pass and stale)
+        stale = {rollout_of_sample for rollout_of_sample, _ in members(step)} - {rollout}
+        assert not (is_first_pass and stale)
         replayed += bool(stale)
         if stale and options == {"ratio_form": "log"}:  # the default's ratio is no weight of its own
             weights = dict(zip(expected.rows, expected.weights, strict=True))
@@ -103,22 +116,28 @@ def test_a_loss_per_token_counts_the_tokens_of_the_drawn_samples(tiny_model, tmp
     options = {"objective": "dapo", "max_steps": 12, "max_staleness": 1, **PASSES}
     steps = trained(tiny_model, tmp_path, **options).steps
     counted = []
-    for first, second in zip(steps[::2], steps[1::2], strict=True):
-        batches = [*first.batches, *second.batches]
-        tokens = sum(int(batch["completion_mask"].sum()) for batch in batches)
-        assert {round(scale.item() * tokens, 3) for batch in batches for scale in batch["opo_scale"]} == {16}
-        counted.append(tokens)
-    assert len(set(counted[3:])) > 1, "the passes have to draw other samples"
+    for first, second in pairs(steps):
+        batches = first.batches + second.batches
+        n_tokens = 0
+        for batch in batches:
+            n_tokens += int(batch["completion_mask"].sum())
+        for batch in batches:
+            assert (batch["opo_scale"] * n_tokens).tolist() == pytest.approx([16] * len(batch["opo_scale"]), abs=5e-4)
+        counted.append(n_tokens)
+    counted_in_later_passes = set(counted[3:])
+    assert len(counted_in_later_passes) > 1, "the passes have to draw other samples"
 
 
 def rollout(number: int, n: int, width: int = 3) -> dict:
-    ids = torch.arange(n)
+    places = torch.arange(n)
+    ids = 100 * number + places
+    completion_ids = ids[:, None].repeat(1, width + number)
     return {
-        "prompt_ids": (100 * number + ids)[:, None].repeat(1, width),
-        "completion_ids": (100 * number + ids)[:, None].repeat(1, width + number),
-        "candidates": (100 * number + ids)[:, None, None].repeat(1, width + number, 2),  # a subclass's own entry
+        "prompt_ids": ids[:, None].repeat(1, width),
+        "completion_ids": completion_ids,
+        "candidates": torch.stack([completion_ids, completion_ids], dim=2),  # a subclass's own entry
         "advantages": torch.zeros(n),
-        "place": ids,
+        "place": places,
         "of": torch.full((n,), number),
         "names": [f"{number} {i}" for i in range(n)],
     }
@@ -126,11 +145,13 @@ def rollout(number: int, n: int, width: int = 3) -> dict:
 
 def buffer(useful=((1, 1, 1, 1),) * 3) -> ReplayBuffer:
     """Rollouts of 4 groups of 2, of which some are useful."""
-    made = ReplayBuffer(max_staleness=2, num_generations=2, seed=0, process=0)
+    replay = ReplayBuffer(max_staleness=2, num_generations=2, seed=0, process=0)
     for number, flags in enumerate(useful):
-        advantages = torch.tensor([[-1.0, 1.0] if flag else [0.5, 0.5] for flag in flags]).flatten()
-        made.add(rollout(number, 8), advantages)
-    return made
+        advantages = []
+        for flag in flags:
+            advantages += [-1.0, 1.0] if flag else [0.5, 0.5]
+        replay.add(rollout(number, 8), torch.tensor(advantages))
+    return replay
 
 
 def test_a_pass_draws_whole_useful_groups_in_their_places():
@@ -138,14 +159,15 @@ def test_a_pass_draws_whole_useful_groups_in_their_places():
     drawn = [buffer(useful=useful).rows_of_pass(3, passed) for passed in range(1, 200)]
     for rows in drawn:
         assert rows["place"].tolist() == list(range(8))
-        of = rows["of"].view(4, 2)
-        assert (of[:, 0] == of[:, 1]).all()
-        assert rows["names"] == [f"{k} {i}" for i, k in enumerate(rows["of"].tolist())]
-        assert rows["completion_ids"][:, 0].tolist() == [100 * k + i for i, k in enumerate(rows["of"].tolist())]
+        rollout_of_group, rollout_of_other = rows["of"].view(4, 2).unbind(dim=1)
+        assert rollout_of_group.equal(rollout_of_other)
+        assert rows["names"] == [f"{number} {place}" for place, number in enumerate(rows["of"].tolist())]
+        first_ids = rows["completion_ids"][:, 0]
+        assert first_ids.equal(100 * rows["of"] + rows["place"])
         assert rows["candidates"][:, :, 1].equal(rows["completion_ids"])
-    chosen = [{int(rows["of"][2 * group]) for rows in drawn} for group in range(4)]
+    rollouts_of_groups = torch.stack([rows["of"][::2] for rows in drawn], dim=1)
     # Rollout 0 is too old; a place without a useful group is served by the current rollout.
-    assert chosen == [{1, 3}, {1, 2}, {2, 3}, {3}]
+    assert list(map(set, rollouts_of_groups.tolist())) == [{1, 3}, {1, 2}, {2, 3}, {3}]
 
 
 def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tmp_path):
@@ -157,11 +179,13 @@ def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tm
 
 
 def test_rollouts_that_cannot_be_replayed_are_rejected():
-    images = {**rollout(0, 8), "pixel_values": torch.zeros(8, 2), "num_images": [1] * 8}  # an environment's
+    replay = buffer()
+    images = {**rollout(3, 8), "pixel_values": torch.zeros(8, 2), "num_images": [1] * 8}  # an environment's
     with pytest.raises(ValueError, match=r"max_staleness=2 cannot replay samples with num_images, pixel_values"):
-        buffer(useful=()).add(images, torch.zeros(8))
+        replay.add(images, torch.zeros(8))
+    with_further_entry = {**rollout(3, 8), "tool_mask": torch.ones(8, 6)}
     with pytest.raises(ValueError, match="needs the same entries in every rollout"):
-        buffer().add({**rollout(3, 8), "tool_mask": torch.ones(8, 6)}, torch.zeros(8))
+        replay.add(with_further_entry, torch.zeros(8))
 
 
 # The budget
@@ -196,13 +220,24 @@ def test_a_budget_ends_a_run_whose_optimizer_steps_are_not_those_of_rollouts(tin
 @pytest.mark.parametrize(("strategy", "saved"), [("steps", {5, 6}), ("epoch", {4, 6})])
 def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_path, strategy, saved):
     # Epochs of two rollouts, of two optimizer steps each.
-    options = {"num_train_epochs": 9, "steps_per_generation": 4, "per_device_eval_batch_size": 4}
-    options |= {"max_steps": -1, "max_completions": 40}
-    options |= {"save_strategy": strategy, "eval_strategy": strategy, "eval_steps": 4, "save_steps": 5}
-    arguments = {"eval_dataset": Dataset.from_dict({"prompt": ["1"] * 4})}
-    trainer = trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+    eval_dataset = Dataset.from_dict({"prompt": ["1"] * 4})
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        trainer_arguments={"eval_dataset": eval_dataset},
+        num_train_epochs=9,
+        steps_per_generation=4,
+        per_device_eval_batch_size=4,
+        max_steps=-1,
+        max_completions=40,
+        save_strategy=strategy,
+        save_steps=5,
+        eval_strategy=strategy,
+        eval_steps=4,
+    )
     assert trainer.state.global_step == 6
-    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in saved}
+    checkpoints = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert checkpoints == {f"checkpoint-{step}" for step in saved}
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4, 6]
 
 
