@@ -29,5 +29,10 @@ def off_policy(entry: Entry) -> bool:
 
 def finite(log: Sequence[Entry], name: str, chosen: Callable[[Entry], bool] = lambda entry: True) -> Points:
     """Optimizer step and value of a metric, in the chosen entries that have a finite number for it."""
-    found = [(entry["step"], number(entry, name)) for entry in log if chosen(entry)]
-    return [(step, value) for step, value in found if math.isfinite(value)]
+    points = [(entry["step"], number(entry, name)) for entry in log if chosen(entry)]
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def values_of(points: Points) -> list[float]:
+    """The values of points, without their steps."""
+    return [value for _, value in points]

@@ -15,11 +15,12 @@ import numpy as np
 from scipy import stats
 
 from ..checks.text import printable
-from ..metrics.log import Entry, Points, finite, number, off_policy
+from ..metrics.log import Entry, Points, finite, number, off_policy, values_of
 
 
 _FEWEST_OF_A_TREND = 6  # entries
-_FEWEST_STEPS = 10  # of a verdict, unless nothing can be learned: with fewer, a few prompts decide
+# With fewer optimizer steps, a few prompts decide: then the only verdict is that nothing can be learned.
+_FEWEST_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -36,34 +37,40 @@ class Diagnostic:
 
     def range(self) -> str:
         """The values within the bounds, in words."""
-        least, most = math.isfinite(self.low), math.isfinite(self.high)
-        span = f"{self.low:g} to {self.high:g}" if least and most else ""
-        return f"{span or (f'at least {self.low:g}' if least else f'at most {self.high:g}')}{_RANGES[self.fact]}"
+        if math.isinf(self.high):
+            bounds = f"at least {self.low:g}"
+        elif math.isinf(self.low):
+            bounds = f"at most {self.high:g}"
+        else:
+            bounds = f"{self.low:g} to {self.high:g}"
+        return bounds + _RANGES[self.fact]
 
 
 def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     """The table for a run with these settings."""
-    group, radius = settings.get("num_generations") or 8, settings.get("chi2_radius") or 0.7
+    group_size = settings.get("num_generations") or 8
+    most_chi2 = settings.get("chi2_radius") or 0.7
     # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.5.
     least_ess = 0.1 if settings.get("max_staleness") else 0.5
     # Whole completions, as in GSPO, are clipped a hundred times as often as tokens.
-    of_completions = settings.get("objective") == "gspo" or settings.get("importance_sampling_level") == "sequence"
-    most_clipped = 0.5 if of_completions else 0.01
+    clips_sequences = settings.get("objective") == "gspo" or settings.get("importance_sampling_level") == "sequence"
+    most_clipped = 0.5 if clips_sequences else 0.01
     # What is cut off after the first line is not read.
     most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
-    found = [
+    lost_by_truncation = max(most_truncated, 0.5)
+    table = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
         Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
         Diagnostic(
-            "truncated", "completions/clipped_ratio", "last", high=most_truncated, wrong=(0, max(most_truncated, 0.5))
+            "truncated", "completions/clipped_ratio", "last", high=most_truncated, wrong=(0, lost_by_truncation)
         ),
         Diagnostic("entropy", "entropy", "ratio", low=0.1, high=3),
         Diagnostic("gradient", "grad_norm", "ratio", low=0.01, high=10, wrong=(1e-4, math.inf)),
         # Where do completions pull the policy that has moved since they were written, and how far is it from theirs?
         Diagnostic("pull-back", "grad_norm", "over_on_policy", high=10, off_policy=True),
-        Diagnostic("escort", "opo/escort/ess", "median", low=min(2.0, 0.6 * group)),
-        Diagnostic("χ²", "opo/chi2", "median", high=radius, off_policy=True),
+        Diagnostic("escort", "opo/escort/ess", "median", low=min(2.0, 0.6 * group_size)),
+        Diagnostic("χ²", "opo/chi2", "median", high=most_chi2, off_policy=True),
         Diagnostic("kept", "opo/conservation_residual", "median", low=-0.5, off_policy=True),
         Diagnostic("ratios", "opo/ratio/ess", "low", low=least_ess),
         Diagnostic("clipped", "clip_ratio/region_mean clip_ratio", "mean", high=most_clipped),
@@ -75,11 +82,12 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
         Diagnostic("timeouts", "reward/timeouts", "share", high=0.01),
         Diagnostic("errors", "reward/errors", "share", high=0.01),
     ]
-    is_free = "mu" in settings and not (settings["mu"] or settings.get("chi2_radius"))  # nothing pulls the policy back
-    left_out = {"χ²", "pull-back"} if is_free else set()
+    left_out = set()
+    if "mu" in settings and not settings["mu"] and not settings.get("chi2_radius"):
+        left_out |= {"χ²", "pull-back"}  # Nothing pulls the policy back.
     if settings.get("max_staleness") or settings.get("rollouts"):
-        left_out |= {"χ²"}  # of old completions, a few with large ratios decide on it, also in runs that learn
-    return [each for each in found if each.name not in left_out]
+        left_out.add("χ²")  # Of old completions, a few with large ratios decide on it, also in runs that learn.
+    return [diagnostic for diagnostic in table if diagnostic.name not in left_out]
 
 
 _RANGES = {
@@ -177,13 +185,21 @@ class Verdict:
     @property
     def word(self) -> str:
         """The verdict in a word."""
-        return "wrong" if self.wrong else {True: "healthy", False: "look", None: "–"}[self.healthy]
+        if self.wrong:
+            return "wrong"
+        if self.healthy is None:
+            return "–"
+        return "healthy" if self.healthy else "look"
 
     @property
     def line(self) -> str:
         """The verdict in a line of a terminal."""
-        healthy = f"Healthy: {self.range}." if self.range else ""
-        return printable(" ".join(filter(None, (f"{self.word:7} ", self.sentence, healthy, self.remedy))))
+        parts = [f"{self.word:7} ", self.sentence]
+        if self.range:
+            parts.append(f"Healthy: {self.range}.")
+        if self.remedy:
+            parts.append(self.remedy)
+        return printable(" ".join(parts))
 
 
 def facts(values: Sequence[float], on_policy: Sequence[float], generated: float) -> dict[str, float]:
@@ -194,15 +210,21 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     `generated`: completions generated in the run; NaN if not logged.
     """
     tenth = min(max(len(values) // 10, 3), len(values))
-    first, last, median = (float(np.median(part)) for part in (values[:tenth], values[-tenth:], values))
-    nonzero = [value for value in values if value][:tenth]  # the first groups may all have zero variance
-    start = first or (float(np.median(nonzero)) if nonzero else 0.0)
+    first = _median(values[:tenth])
+    last = _median(values[-tenth:])
+    median = _median(values)
+    start = first
+    if not first:  # The first groups may all have zero variance.
+        nonzero = [value for value in values if value]
+        start = _median(nonzero[:tenth]) if nonzero else 0.0
     change, margin = trend(values)
     rise = _ratio(change, margin)
     # The mean of |x - y| is 1.13 standard deviations of the noise, so that this is about twice the standard error of a
     # median.
-    noise = float(np.mean(np.abs(np.diff(values)))) if len(values) > 1 else 0.0
-    has_fallen = last < median - 2.5 * noise / tenth**0.5
+    changes = np.abs(np.diff(values))
+    noise = float(np.mean(changes)) if len(values) > 1 else 0.0
+    if last < median - 2.5 * noise / tenth**0.5:  # It has fallen at the end.
+        rise = min(rise, -1.0)
     return {
         "first": first,
         "last": last,
@@ -214,16 +236,22 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "most": max(values),
         "total": sum(values),
         "share": sum(values) / generated,
-        "over_on_policy": _ratio(median, float(np.median(on_policy))) if len(on_policy) else math.nan,
+        "over_on_policy": _ratio(median, _median(on_policy)) if len(on_policy) else math.nan,
         "change": change,
         "margin": margin,
-        "rise": min(rise, -1.0) if has_fallen else rise,
+        "rise": rise,
     }
 
 
+def _median(values: Sequence[float] | np.ndarray) -> float:
+    return float(np.median(values))
+
+
 def _ratio(value: float, other: float) -> float:
-    """`value` / `other`; 0 if both are 0."""
-    return value / other if other else math.copysign(math.inf, value) if value else 0.0
+    """`value` / `other`; 0 if both are 0, and infinite if only `other` is."""
+    if other:
+        return value / other
+    return math.copysign(math.inf, value) if value else 0.0
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
@@ -234,7 +262,8 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
     line = stats.linregress(np.linspace(-0.5, 0.5, n), values)
-    return float(line.slope), float(stats.t.ppf(0.975, n - 2)) * float(line.stderr)
+    quantile = float(stats.t.ppf(0.975, n - 2))
+    return float(line.slope), quantile * float(line.stderr)
 
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
@@ -242,13 +271,20 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, and
     one for the validation.
     """
-    rewards = [value for _, value in finite(log, "reward")]
-    # Without a signal, a run whose reward has risen has solved its problems.
+    rewards = values_of(finite(log, "reward"))
     learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1
-    scored = [row for row in log if "reward" not in row or math.isfinite(number(row, "reward"))]
-    found = [_judge(each, scored if each.name == "groups" else log, learns) for each in diagnostics(settings)]
-    everything = (*(_not_finite(log, metric) for metric in _NOT_FINITE), *found, _validation(log))
-    return [verdict for verdict in everything if verdict is not None]
+    # An entry without a finite reward says nothing of the variance in groups.
+    with_reward = [entry for entry in log if "reward" not in entry or math.isfinite(number(entry, "reward"))]
+    verdicts = [_not_finite(log, metric) for metric in _NOT_FINITE]
+    for diagnostic in diagnostics(settings):
+        if diagnostic.name == "groups":
+            if learns:  # Then groups have no variance because most problems are solved.
+                diagnostic = replace(diagnostic, high=diagnostic.wrong[1])
+            verdicts.append(_judge(diagnostic, with_reward, learns))
+        else:
+            verdicts.append(_judge(diagnostic, log, learns))
+    verdicts.append(_validation(log))
+    return [verdict for verdict in verdicts if verdict is not None]
 
 
 _NOT_FINITE = {
@@ -258,66 +294,111 @@ _NOT_FINITE = {
 
 
 def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
-    lost = [math.isnan(number(row, metric)) for row in log if metric in row]
-    if not any(lost):
+    are_nan = [math.isnan(number(entry, metric)) for entry in log if metric in entry]
+    if not any(are_nan):
         return None
-    said = f"`{metric}` was not a number in {sum(lost):,} of {len(lost):,} entries."
-    at_end = all(lost[-max(len(lost) // 10, 3) :])
-    return Verdict(metric, said, False, _NOT_FINITE[metric], finite(log, metric), "a number in every entry", at_end)
+    n_nan = sum(are_nan)
+    n_last = max(len(are_nan) // 10, 3)
+    return Verdict(
+        metric,
+        f"`{metric}` was not a number in {n_nan:,} of {len(are_nan):,} entries.",
+        healthy=False,
+        remedy=_NOT_FINITE[metric],
+        points=finite(log, metric),
+        range="a number in every entry",
+        wrong=all(are_nan[-n_last:]),
+    )
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:
-    if learns and diagnostic.name == "groups":  # most are solved
-        diagnostic = replace(diagnostic, high=diagnostic.wrong[1])
-    metric = next((name for name in diagnostic.metrics.split() if any(name in row for row in log)), None)
-    points = metric and finite(log, metric, lambda row: not diagnostic.off_policy or off_policy(row))
+    """The verdict of one diagnostic; `None` without its metric. `learns`: whether the run's reward has risen."""
+    metric = _first_logged(diagnostic.metrics.split(), log)
+    if metric is None:
+        return None
+    all_points = finite(log, metric)
+    points = finite(log, metric, off_policy) if diagnostic.off_policy else all_points
     if not points:
         return None
-    on_policy = finite(log, metric, lambda row: row.get("opo/off_policy_steps") == 0)
-    generated = [value for _, value in finite(log, "completions/generated")]
-    found = facts([y for _, y in points], [y for _, y in on_policy], max(generated, default=math.nan))
-    value = found[diagnostic.fact]
-    if metric == "grad_norm" and not any(norm for _, norm in finite(log, metric)):
-        if diagnostic.name != "gradient":  # that of some steps is in no proportion to that of others
+    if metric == "grad_norm" and not any(values_of(all_points)):
+        if diagnostic.name != "gradient":  # The norm of off-policy steps is in no proportion to that of others.
             return None
         if _steps_of(points) >= _FEWEST_STEPS:
             sentence = f"Gradient norm was exactly 0 in all {len(points):,} entries: nothing was trained."
             return Verdict(metric, sentence, False, _NO_GRADIENT, points, "above 0", wrong=True)
+    on_policy = finite(log, metric, lambda entry: entry.get("opo/off_policy_steps") == 0)
+    generated = values_of(finite(log, "completions/generated"))
+    facts_of_metric = facts(values_of(points), values_of(on_policy), max(generated, default=math.nan))
+    value = facts_of_metric[diagnostic.fact]
     if math.isnan(value):
         return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
-    side = "<" if value < diagnostic.low else ">" if value > diagnostic.high else ""
-    meaning, _, remedy = _ADVICE.get(f"{diagnostic.name} {side}", "").partition(". ")
-    sentence = _SENTENCES[diagnostic.name].format_map(found)
-    lost = not learns and not diagnostic.wrong[0] <= value <= diagnostic.wrong[1]
-    holds_0 = diagnostic.fact == "rise" and abs(value) < 1 and found["margin"] > 0
-    if not lost and (holds_0 or _steps_of(finite(log, metric)) < _FEWEST_STEPS):
+    sentence = _SENTENCES[diagnostic.name].format_map(facts_of_metric)
+    meaning, remedy = _advice(diagnostic, value)
+    least, most = diagnostic.wrong
+    wrong = not learns and not least <= value <= most
+    holds_0 = diagnostic.fact == "rise" and abs(value) < 1 and facts_of_metric["margin"] > 0
+    if not wrong and (holds_0 or _steps_of(all_points) < _FEWEST_STEPS):
         reason = "the interval holds 0" if holds_0 else f"fewer than {_FEWEST_STEPS} steps"
         return Verdict(metric, f"{sentence}: too early to say, {reason}.", None, remedy, points, diagnostic.range())
-    said = sentence + (f": {meaning}" if side else "")
-    return Verdict(metric, f"{said}.", not side, remedy, points, diagnostic.range(), lost)
+    if meaning:
+        sentence += f": {meaning}"
+    return Verdict(metric, f"{sentence}.", not meaning, remedy, points, diagnostic.range(), wrong)
+
+
+def _first_logged(metrics: Sequence[str], log: Sequence[Entry]) -> str | None:
+    """The first of these metrics that an entry of the log has."""
+    for metric in metrics:
+        if any(metric in entry for entry in log):
+            return metric
+    return None
+
+
+def _advice(diagnostic: Diagnostic, value: float) -> tuple[str, str]:
+    """What a value means, and what to try; both are empty if it is within the bounds."""
+    if value < diagnostic.low:
+        advice = _ADVICE[f"{diagnostic.name} <"]
+    elif value > diagnostic.high:
+        advice = _ADVICE[f"{diagnostic.name} >"]
+    else:
+        return "", ""
+    meaning, _, remedy = advice.partition(". ")
+    return meaning, remedy
 
 
 def _steps_of(points: Points) -> float:
     """Optimizer steps that points stand for, each for those since the one before it. The first step may be 0 or 1."""
     steps = [step for step, _ in points]
-    interval = float(np.median(np.diff(steps))) if len(steps) > 1 else 1.0
-    return min(steps[-1] - steps[0] + interval, steps[-1] - min(steps[0], 1) + 1)
+    interval = _median(np.diff(steps)) if len(steps) > 1 else 1.0
+    first, last = steps[0], steps[-1]
+    n_steps = last - first + interval
+    n_steps_of_run = last - min(first, 1) + 1
+    return min(n_steps, n_steps_of_run)
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
     """The first validation against the last; they differ if their intervals do not overlap."""
-    names = [f"validation/{name}" for name in ("accuracy", "low", "high")]
-    rows = [row for row in log if all(math.isfinite(number(row, name)) for name in names)]
-    if len(rows) < 2:
+    names = ("validation/accuracy", "validation/low", "validation/high")
+    validations = []
+    for entry in log:
+        values = [number(entry, name) for name in names]
+        if all(map(math.isfinite, values)):
+            validations.append(entry)
+    if len(validations) < 2:
         return None
-    first, last = rows[0], rows[-1]
-    rose, fell = last["validation/low"] > first["validation/high"], last["validation/high"] < first["validation/low"]
-    verb = "rose" if rose else "fell" if fell else "went"
-    undecided = "" if rose or fell else ": too early to say, the intervals overlap"
-    shown = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
-    said = f"Validation accuracy {verb} from {shown.format_map(first)} to {shown.format_map(last)}{undecided}."
-    points = finite(rows, "validation/accuracy")
-    return Verdict("validation/accuracy", said, rose if rose or fell else None, _CHEATED if fell else "", points)
+    first, last = validations[0], validations[-1]
+    healthy, verb, remedy, doubt = None, "went", "", ": too early to say, the intervals overlap"
+    if last["validation/low"] > first["validation/high"]:
+        healthy, verb, doubt = True, "rose", ""
+    elif last["validation/high"] < first["validation/low"]:
+        healthy, verb, doubt, remedy = False, "fell", "", _CHEATED
+    accuracy = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
+    before, after = accuracy.format_map(first), accuracy.format_map(last)
+    return Verdict(
+        "validation/accuracy",
+        f"Validation accuracy {verb} from {before} to {after}{doubt}.",
+        healthy,
+        remedy,
+        points=finite(validations, "validation/accuracy"),
+    )
 
 
 _CHEATED = (
@@ -328,27 +409,40 @@ _CHEATED = (
 
 def conclusion(verdicts: Sequence[Verdict]) -> str:
     """The verdicts in up to three sentences: what is wrong, what to look at, and of what it is too early to say."""
-    words = ("wrong", "look", "–")
-    wrong, look, early = ([f"`{v.metric}`" for v in verdicts if v.word == word] for word in words)
-    judged = len(verdicts) - len(early)
-    if not judged:
+    wrong = _metrics_with("wrong", verdicts)
+    look = _metrics_with("look", verdicts)
+    early = _metrics_with("–", verdicts)
+    n_judged = len(verdicts) - len(early)
+    if not verdicts:
+        return "Nothing has been logged yet."
+    if not n_judged:
         if any(verdict.range for verdict in verdicts):
             return f"Too early to say: none of {len(verdicts)} diagnostics has a verdict yet."
-        return "Too little has been logged for a verdict." if verdicts else "Nothing has been logged yet."
-    sentences = [f"Wrong: {len(wrong)} of {judged} diagnostics, {', '.join(wrong)}."] if wrong else []
-    sentences += [f"Look at {len(look)} of {judged} diagnostics: {', '.join(look)}."] if look else []
+        return "Too little has been logged for a verdict."
+    sentences = []
+    if wrong:
+        sentences.append(f"Wrong: {len(wrong)} of {n_judged} diagnostics, {', '.join(wrong)}.")
+    if look:
+        sentences.append(f"Look at {len(look)} of {n_judged} diagnostics: {', '.join(look)}.")
     if not sentences:
-        healthy = f"Healthy: {judged} of {len(verdicts)} diagnostics."
-        sentences = [healthy if early else f"All {judged} diagnostics are healthy."]
-    sentences += [f"Too early to say: {', '.join(early)}."] if early else []
+        some_are_healthy = f"Healthy: {n_judged} of {len(verdicts)} diagnostics."
+        sentences.append(some_are_healthy if early else f"All {n_judged} diagnostics are healthy.")
+    if early:
+        sentences.append(f"Too early to say: {', '.join(early)}.")
     return " ".join(sentences)
+
+
+def _metrics_with(word: str, verdicts: Sequence[Verdict]) -> list[str]:
+    return [f"`{verdict.metric}`" for verdict in verdicts if verdict.word == word]
 
 
 def spark(points: Points) -> str:
     """Points of an SVG polyline, with values averaged to at most its width in points."""
     width, height, margin = 100, 24, 2
-    parts = np.array_split([value for _, value in points], min(len(points), width))
-    means = np.array([part.mean() for part in parts])
-    middle, span = (means.max() + means.min()) / 2, np.ptp(means) or 1
-    places = height / 2 - (means - middle) / span * (height - 2 * margin)
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(np.linspace(0, width, len(means)), places, strict=True))
+    bins = np.array_split(values_of(points), min(len(points), width))
+    means = np.array([values.mean() for values in bins])
+    middle = (means.max() + means.min()) / 2
+    span = np.ptp(means) or 1
+    xs = np.linspace(0, width, len(means))
+    ys = height / 2 - (means - middle) / span * (height - 2 * margin)
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))

@@ -13,9 +13,9 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from ..checks.files import MOST_LINES, loads, parse, read_json, read_lines, read_text
 from ..checks.text import one_line
-from ..metrics.log import finite, number
+from ..metrics.log import Entry, finite, number, values_of
 from .diagnostics import conclusion, diagnostics, judge
 from .run_files import is_run
 from .run_report import describe, show
@@ -35,65 +35,105 @@ _TRUNCATED = "completions/clipped_ratio"
 
 # Metrics of verl, prime-rl and OpenRLHF, and of TRL.
 _NAMES = {
-    **dict.fromkeys(["critic/score/mean", "reward/all/mean", "agg/effective/agent/reward/mean"], "reward"),
-    **dict.fromkeys(["response_length/clip_ratio", "is_truncated/all/mean", "response_clip_ratio"], _TRUNCATED),
+    "actor/entropy": "entropy",
+    "actor/grad_norm": "grad_norm",
+    "actor/lr": "learning_rate",
+    "actor/pg_clipfrac": "clip_ratio",
+    "actor_lr": "learning_rate",
     "agg/effective/agent/is_truncated/mean": _TRUNCATED,
-    **dict.fromkeys(["actor/entropy", "entropy/all/mean", "entropy/mean", "entropy_loss"], "entropy"),
-    **dict.fromkeys(["actor/pg_clipfrac", "ppo_clip_ratio"], "clip_ratio"),
-    **dict.fromkeys(["actor/grad_norm", "optim/grad_norm"], "grad_norm"),
-    **dict.fromkeys(["actor/lr", "optim/lr", "actor_lr"], "learning_rate"),
+    "agg/effective/agent/reward/mean": "reward",
+    "critic/score/mean": "reward",
+    "entropy/all/mean": "entropy",
+    "entropy/mean": "entropy",
+    "entropy_loss": "entropy",
+    "is_truncated/all/mean": _TRUNCATED,
+    "optim/grad_norm": "grad_norm",
+    "optim/lr": "learning_rate",
+    "ppo_clip_ratio": "clip_ratio",
+    "response_clip_ratio": _TRUNCATED,
+    "response_length/clip_ratio": _TRUNCATED,
+    "reward/all/mean": "reward",
     "training/global_step": "global_step",
 }
-_OF_GRPO = {name for each in diagnostics({}) for name in each.metrics.split()} - {"grad_norm", "entropy"}
-_OF_STEP = {"learning_rate", "grad_norm"}  # by Transformers, of every optimizer step, and of none besides
+_DIAGNOSED = [diagnostic.metrics.split() for diagnostic in diagnostics({})]  # metrics of each diagnostic
+# Other trainers than those of GRPO log a gradient norm and an entropy, too.
+_OF_GRPO = set(chain(*_DIAGNOSED)) - {"grad_norm", "entropy"}
+_OF_STEP = {"learning_rate", "grad_norm"}  # Transformers logs these for every optimizer step, and for nothing else.
 _OF_TRAINING = _OF_GRPO | _OF_STEP | {"entropy", "step_time", "validation/accuracy"}
-_OF_ROLLOUT = {"reward_std", "frac_reward_zero_std", "completion_length", "completions/mean_length"}  # as `reward`
+# TRL logs these with every reward: without one beside them, the reward was not a number.
+_OF_ROLLOUT = {"reward_std", "frac_reward_zero_std", "completion_length", "completions/mean_length"}
 
 
 def diagnose(run: Path, output: Path | None) -> int:
     """Print the verdicts on a run, and write them to a page; returns 1 if one of them is "wrong"."""
-    folders = (run, run.resolve().parent) if run.is_dir() else ()  # a checkpoint is judged as its run
-    own = next(filter(is_run, folders), None)
-    content = describe(own) if own else _describe_log(run)
+    folder = _folder_of_our_run(run)
+    content = describe(folder) if folder else _describe_log(run)
     show(run, content, output)
-    return int(any(verdict.wrong for verdict in content["verdicts"]))
+    some_are_wrong = any(verdict.wrong for verdict in content["verdicts"])
+    return 1 if some_are_wrong else 0
+
+
+def _folder_of_our_run(path: Path) -> Path | None:
+    """The folder of a run of opo-trl at this path, which may be one of its checkpoints; `None` if there is none."""
+    if not path.is_dir():
+        return None
+    for folder in (path, path.resolve().parent):
+        if is_run(folder):
+            return folder
+    return None
 
 
 def _describe_log(run: Path) -> dict[str, Any]:
     """The content of a report on a log that is not ours."""
     log, notes = read(run)
-    # Ratios of whole completions, as in GSPO, clip all tokens of a completion or none.
-    most = [y for _, y in finite(log, "clip_ratio/high_max", lambda row: number(row, "clip_ratio/region_mean") > 0)]
-    settings = {"importance_sampling_level": "sequence"} if most and np.median(most) > 0.9 else {}
-    known = {name for row in log for name in row}
-    wanted = [each.metrics.split() for each in diagnostics({}) if not each.metrics.startswith(("opo/", "reward/"))]
-    if missing := sorted({names[-1] for names in wanted if not known & {*names}}):
-        notes.append(f"Without a verdict, because not in this log: {', '.join(missing)}.")
+    settings = {"importance_sampling_level": "sequence"} if _clips_sequences(log) else {}
     verdicts = judge(log, settings)
-    said = [f"Optimizer steps: {log[-1]['step']:,}. Entries: {len(log):,}.", *notes, conclusion(verdicts)]
-    return {"name": run.resolve().name, "summary": said, "accuracies": [], "verdicts": verdicts, "plan": ""}
+    logged = {name for entry in log for name in entry}
+    missing = []
+    for names in _DIAGNOSED:
+        is_of_this_package = names[0].startswith(("opo/", "reward/"))
+        if not is_of_this_package and logged.isdisjoint(names):
+            missing.append(names[-1])
+    if missing:
+        listed = ", ".join(sorted(set(missing)))
+        notes.append(f"Without a verdict, because not in this log: {listed}.")
+    size = f"Optimizer steps: {log[-1]['step']:,}. Entries: {len(log):,}."
+    summary = [size, *notes, conclusion(verdicts)]
+    return {"name": run.resolve().name, "summary": summary, "accuracies": [], "verdicts": verdicts, "plan": ""}
+
+
+def _clips_sequences(log: Sequence[Entry]) -> bool:
+    """Whether ratios are of whole completions, as in GSPO: then all tokens of a completion are clipped, or none."""
+    most_clipped = finite(log, "clip_ratio/high_max", lambda entry: number(entry, "clip_ratio/region_mean") > 0)
+    return bool(most_clipped) and float(np.median(values_of(most_clipped))) > 0.9
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The entries of training, in order, and which file of a folder they are from. A `ValueError` names the file."""
-    file = path if path.is_file() else _newest_state(path)
+    is_file = path.is_file()
+    file = path if is_file else _newest_state(path)
     try:
-        rows = [numbers(row) for row in _rows(file, named=file == path)]
+        rows = [numbers(row) for row in _rows(file, follow=is_file)]
         log = entries(rows)
         if not any(_OF_GRPO & entry.keys() for entry in log):
-            found = one_line(", ".join(sorted({name for row in rows for name in row})))
-            raise ValueError(f"no row with a `step` has a metric of GRPOTrainer; found {found or 'nothing'}")
+            names = {name for row in rows for name in row}
+            listed = one_line(", ".join(sorted(names)))
+            raise ValueError(f"no row with a `step` has a metric of GRPOTrainer; found {listed or 'nothing'}")
     except (ValueError, csv.Error) as error:
-        wanted = f"a folder of TRL with {STATE}, that file or an export of one run as .jsonl, .json or .csv"
         message = str(error).rstrip(".")
-        raise ValueError(f"RUN={str(file)!r} is not the log of a GRPO run: {message}. RUN is {wanted}.") from error
-    return log, [] if file == path else [f"Read: {file}."]
+        raise ValueError(
+            f"RUN={str(file)!r} is not the log of a GRPO run: {message}. RUN is a folder of TRL with {STATE}, that "
+            "file or an export of one run as .jsonl, .json or .csv."
+        ) from error
+    notes = [] if is_file else [f"Read: {file}."]
+    return log, notes
 
 
 def _newest_state(folder: Path) -> Path:
     """The state of the most optimizer steps: that of a checkpoint, or of the end. A link to a checkpoint is none."""
-    checkpoints = [checkpoint for checkpoint in folder.glob("checkpoint-*") if not checkpoint.is_symlink()]
-    states = [state for state in (each / STATE for each in (*checkpoints, folder)) if os.path.lexists(state)]
+    checkpoints = [path for path in folder.glob("checkpoint-*") if not path.is_symlink()]
+    files = [path / STATE for path in (*checkpoints, folder)]
+    states = [file for file in files if os.path.lexists(file)]
     if not states:
         raise ValueError(f"RUN={str(folder)!r} has no {STATE}, nor has a checkpoint in it, and is no file.")
     return max(states, key=_steps_of)
@@ -106,23 +146,26 @@ def _steps_of(state: Path) -> float:
     return step
 
 
-def _rows(file: Path, *, named: bool) -> Sequence[Mapping[str, Any]]:
-    """The rows of a file. If the user has named it, it may be a link."""
+def _rows(file: Path, *, follow: bool) -> Sequence[Mapping[str, Any]]:
+    """The rows of a file. `follow`: it may be a link, because the user has named it."""
     form = file.name.removesuffix(".gz").rpartition(".")[2]
     if form == "csv":
-        rows: Any = list(csv.DictReader(io.StringIO(read_text(file, follow=named))))
+        text = read_text(file, follow=follow)
+        rows: Any = list(csv.DictReader(io.StringIO(text)))
     elif form == "jsonl":
-        rows = read_lines(file, follow=named)
+        rows = read_lines(file, follow=follow)
     elif form == "json":
-        content = loads(read_text(file, follow=named))
-        rows = content.get("log_history") or content.get("rows") if isinstance(content, dict) else content
+        rows = loads(read_text(file, follow=follow))
+        if isinstance(rows, dict):
+            rows = rows.get("log_history") or rows.get("rows")
     else:
         raise ValueError(f"its name ends with {file.suffix!r}")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it holds no rows with names and values")
     if len(rows) > MOST_LINES:
         raise ValueError(f"it holds more than {MOST_LINES:,} rows, the most that are read")
-    if len(runs := {str(row["run_name"]) for row in rows if "run_name" in row}) > 1:
+    runs = {str(row["run_name"]) for row in rows if "run_name" in row}
+    if len(runs) > 1:
         raise ValueError(f"it holds {len(runs)} runs by `run_name`. Export one of them")
     return rows
 
@@ -133,37 +176,56 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
         row = {**row, **parse(row["metrics"])}
     if isinstance(row.get("data"), dict):
         row = {**row, **row["data"]}
-    found = {}
+    values = {}
     for column, value in row.items():
-        name = (column or "").removeprefix("train/")  # of cells without a column
+        name = (column or "").removeprefix("train/")  # The reader of CSV names no column for cells beyond the header.
         name = _NAMES.get(name, name)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
-        found[name] = number({name: value}, name)
-    if "effective_batch_size/all" in found:  # the share of groups with a signal
-        found["frac_reward_zero_std"] = 1 - found["effective_batch_size/all"]
-    return found
+        values[name] = number({name: value}, name)
+    if "effective_batch_size/all" in values:  # The share of groups with a signal, in prime-rl.
+        values["frac_reward_zero_std"] = 1 - values["effective_batch_size/all"]
+    return values
 
 
 def entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
     """The finite numbers of training, in an entry for each step; of a step that comes again, the later ones."""
-    named = {name for row in rows for name in row}
-    clock = "global_step" if "global_step" in named else "step"  # trackio and wandb may count calls in the latter
+    logged = {name for row in rows for name in row}
+    # With `global_step`, `step` may count the calls of trackio or wandb.
+    clock = "global_step" if "global_step" in logged else "step"
     log: dict[int, dict[str, Any]] = {}
-    for every in rows:
-        row = {name: value for name, value in every.items() if math.isfinite(value)}
-        is_of_step = _OF_STEP & row.keys()
-        is_other = "train_runtime" in row or any(name.startswith(("eval/", "eval_")) for name in row)
-        if clock not in row or not _OF_TRAINING & row.keys() or (is_other and not is_of_step):
+    for row in rows:
+        values = {name: value for name, value in row.items() if math.isfinite(value)}
+        if clock not in values or not _is_of_training(values):
             continue
-        entry = log.setdefault(step := int(row[clock]), {})
-        again = entry.keys() & (row.keys() - {clock})  # if it resumed: what followed is of the attempt before
-        for later in takewhile(step.__lt__, reversed(log)) if again else ():
-            log[later] = {name: value for name, value in log[later].items() if name not in again}
-        entry |= row
-        if is_of_step and "grad_norm" in named:
+        step = int(values[clock])
+        entry = log.setdefault(step, {})
+        names = values.keys() - {clock}
+        repeated = entry.keys() & names
+        if repeated:  # The run was resumed before this step: what follows it in the log is of the attempt before.
+            _remove_after(step, repeated, log)
+        entry |= values
+        if "grad_norm" in logged and _OF_STEP & values.keys():
             entry.setdefault("grad_norm", math.nan)
-        if _OF_ROLLOUT & row.keys() and "reward" in named:
+        if "reward" in logged and _OF_ROLLOUT & values.keys():
             entry.setdefault("reward", math.nan)
-    return [{**log[step], "step": step} for step in sorted(log) if log[step].keys() - {clock}]
+    in_order = sorted(log.items())
+    return [{**entry, "step": step} for step, entry in in_order if entry.keys() - {clock}]
+
+
+def _is_of_training(values: Mapping[str, float]) -> bool:
+    """Whether a row is of training, and not of an evaluation or the summary at the end."""
+    if _OF_STEP & values.keys():
+        return True
+    is_evaluation = any(name.startswith(("eval/", "eval_")) for name in values)
+    is_summary = "train_runtime" in values
+    return bool(_OF_TRAINING & values.keys()) and not is_evaluation and not is_summary
+
+
+def _remove_after(step: int, names: Collection[str], log: dict[int, dict[str, Any]]) -> None:
+    """Remove these metrics from the last entries of a log, as far as they are of later steps."""
+    for later in reversed(log):
+        if later <= step:
+            break
+        log[later] = {name: value for name, value in log[later].items() if name not in names}

@@ -21,7 +21,7 @@ from scipy import stats
 from ..checks import files
 from ..checks.secrets import mask, mask_text
 from ..checks.text import one_line, printable
-from . import run_files as run_folder
+from . import run_files
 from .diagnostics import conclusion, judge, spark
 
 
@@ -29,7 +29,7 @@ REPORT = "report.html"
 _PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
     autoescape=True,
-    finalize=lambda value: printable(value) if type(value) is str else value,  # what a macro has made is `Markup`
+    finalize=lambda value: printable(value) if type(value) is str else value,  # a macro returns `Markup`, not `str`
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
@@ -38,21 +38,39 @@ _PAGES = Environment(
 # Where a run is written, how it is shown and how it is launched: not part of the method.
 INCIDENTAL = frozenset(
     {
-        *("seed", "output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "accelerate_config"),
-        *("overwrite", "resume_from_checkpoint", "local_rank", "reward_workers", "data_seed"),
-        *("save_steps", "save_strategy", "save_total_limit", "logging_steps", "logging_strategy"),
+        "accelerate_config",
+        "data_seed",
+        "disable_tqdm",
+        "local_rank",
+        "logging_dir",
+        "logging_steps",
+        "logging_strategy",
+        "output_dir",
+        "overwrite",
+        "report_to",
+        "resume_from_checkpoint",
+        "reward_workers",
+        "run_name",
+        "save_steps",
+        "save_strategy",
+        "save_total_limit",
+        "seed",
     }
 )
+
+_SHOWN_SETTINGS = ("objective", "model_name_or_path", "dataset_name", "levels", "seed")
 
 Runs = dict[int, dict[str, Any]]  # of a method: seed → accuracies after training by level and decoding
 
 
 def report(folders: Sequence[Path], output: Path | None) -> None:
     """Print the accuracies of a run and the verdicts on it, or compare several; `output` gets the same as a page."""
-    if not folders[1:]:
-        show(folders[0], describe(folders[0]), output)
+    if len(folders) == 1:
+        run = folders[0]
+        show(run, describe(run), output)
         return
-    print(table := compare(folders), end="")
+    table = compare(folders)
+    print(table, end="")
     if output is not None:
         files.write(output, table)
         print(printable(str(output)))
@@ -60,8 +78,11 @@ def report(folders: Sequence[Path], output: Path | None) -> None:
 
 def show(path: Path, content: Mapping[str, Any], output: Path | None) -> None:
     """Print the content of a report on what is at `path`; `output` gets it as a page."""
-    print(*map(printable, (str(path), *content["summary"])))
-    print(*accuracy_lines(content["accuracies"]), *(verdict.line for verdict in content["verdicts"]), sep="\n")
+    head = " ".join([str(path), *content["summary"]])
+    lines = accuracy_lines(content["accuracies"])
+    lines += [verdict.line for verdict in content["verdicts"]]
+    print(printable(head))
+    print("\n".join(lines))
     if output is not None:
         files.write(output, page(content))
         print(printable(str(output)))
@@ -74,8 +95,9 @@ def accuracy_lines(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def page(content: Mapping[str, Any]) -> str:
     """The content of a report as HTML. All values are escaped."""
-    beyond = [verdict for verdict in content["verdicts"] if verdict.remedy]
-    return _PAGES.get_template("report.html.j2").render(content, spark=spark, beyond=beyond)
+    with_remedy = [verdict for verdict in content["verdicts"] if verdict.remedy]
+    template = _PAGES.get_template("report.html.j2")
+    return template.render(content, spark=spark, with_remedy=with_remedy)
 
 
 def write_report(folder: Path) -> None:
@@ -85,33 +107,40 @@ def write_report(folder: Path) -> None:
     """
     try:
         content = describe(folder)
-        files.write(folder / REPORT, page(content))
-        wrong = [verdict.line for verdict in content["verdicts"] if verdict.wrong]
-        print(f"Report: {folder / REPORT}. {printable(content['summary'][-1])}", *wrong, sep="\n", flush=True)
+        path = folder / REPORT
+        files.write(path, page(content))
+        conclusion_of_run = printable(content["summary"][-1])
+        lines = [f"Report: {path}. {conclusion_of_run}"]
+        lines += [verdict.line for verdict in content["verdicts"] if verdict.wrong]
+        print("\n".join(lines), flush=True)
     except Exception as error:
-        said = f"{type(error).__name__}: {one_line(str(error))}"
-        again = f"`opo-trl report {shlex.quote(str(folder))}` prints it."
-        print(f"The report could not be written: {said}. {again}", file=sys.stderr, flush=True)
+        reason = one_line(str(error))
+        quoted = shlex.quote(str(folder))
+        print(
+            f"The report could not be written: {type(error).__name__}: {reason}. `opo-trl report {quoted}` prints it.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The content of the report."""
-    log, settings = run_folder.read_log(folder), run_folder.read_settings(folder)
-    summary, plan = run_folder.read_summary(folder), files.read_text(folder / run_folder.PLAN)
+    """The content of the report: `name`, `summary` (sentences), `plan`, `accuracies` (rows) and `verdicts`."""
+    log = run_files.read_log(folder)
+    settings = run_files.read_settings(folder)
+    summary = run_files.read_summary(folder)
+    plan = files.read_text(folder / run_files.PLAN)
     if not settings:
-        said = "is not a run of opo-trl. `opo-trl diagnose` reads any log."
-        raise ValueError(f"{str(folder)!r} has no {run_folder.SETTINGS}, so it {said}")
-    shown = ("objective", "model_name_or_path", "dataset_name", "levels", "seed")
-    with _of_a_run(folder):
+        raise ValueError(
+            f"{str(folder)!r} has no {run_files.SETTINGS}, so it is not a run of opo-trl. `opo-trl diagnose` reads "
+            "any log."
+        )
+    with _named_in_errors(folder):
         settings = mask(settings)
         verdicts = judge(log, settings)
+        method = ", ".join(f"{name} {settings[name]}" for name in _SHOWN_SETTINGS if settings.get(name))
         return {
             "name": folder.resolve().name,
-            "summary": [
-                ", ".join(f"{name} {settings[name]}" for name in shown if settings.get(name)) + ".",
-                _progress(log, settings, summary),
-                conclusion(verdicts),
-            ],
+            "summary": [f"{method}.", _progress(log, settings, summary), conclusion(verdicts)],
             "plan": mask_text(plan),
             "accuracies": accuracies(summary),
             "verdicts": verdicts,
@@ -119,34 +148,43 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _of_a_run(folder: Path) -> Iterator[None]:
-    """Name the folder if what is in its files has another form than that of a run."""
+def _named_in_errors(folder: Path) -> Iterator[None]:
+    """Name the folder in the error if what is in its files has another form than opo-trl writes."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         message = one_line(f"{type(error).__name__}: {error}").rstrip(".")
-        names = f"{run_folder.SETTINGS}, {run_folder.SUMMARY} or the log"
+        names = f"{run_files.SETTINGS}, {run_files.SUMMARY} or the log"
         raise ValueError(f"In {str(folder)!r}, {names} is not as opo-trl writes it: {message}.") from error
 
 
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
-    step = log[-1]["step"] if log else 0
-    wanted = f" of {settings['max_steps']:,}" if (settings.get("max_steps") or 0) > 0 else ""
-    said = f"Not finished: {step:,}{wanted} optimizer steps."
+    """How far a run is, and at which steps it went on with another learning rate."""
+    max_steps = settings.get("max_steps") or 0
+    of_all = f" of {max_steps:,}" if max_steps > 0 else ""
     if "after" in summary:
-        said = f"Finished: {summary['optimizer_steps']:,} optimizer steps"
-        seconds = summary.get("train_seconds")  # not of a resumed run
-        said += "." if seconds is None else f" in {seconds:,.0f} seconds."
-    changes = [
-        f"{row[run_folder.CHANGED_RATE]:g} after step {row['step']:,}" for row in log if run_folder.CHANGED_RATE in row
-    ]
-    return f"{said} Not one trajectory: learning_rate={', '.join(changes)}." if changes else said
+        progress = f"Finished: {summary['optimizer_steps']:,} optimizer steps"
+        seconds = summary.get("train_seconds")  # A run that was resumed has none.
+        progress += "." if seconds is None else f" in {seconds:,.0f} seconds."
+    else:
+        step = log[-1]["step"] if log else 0
+        progress = f"Not finished: {step:,}{of_all} optimizer steps."
+    changes = []
+    for entry in log:
+        if run_files.CHANGED_RATE in entry:
+            rate = entry[run_files.CHANGED_RATE]
+            changes.append(f"{rate:g} after step {entry['step']:,}")
+    if changes:
+        progress += f" Not one trajectory: learning_rate={', '.join(changes)}."
+    return progress
 
 
 def accuracies(summary: Mapping[str, Any]) -> list[list[str]]:
     """Rows of level and decoding, accuracies before and after."""
-    before, after = (run_folder.by_decoding(summary.get(time, {})) for time in ("before", "after"))
-    return [[name, _interval(before.get(name)), _interval(after.get(name))] for name in {**after, **before}]
+    before = run_files.by_decoding(summary.get("before", {}))
+    after = run_files.by_decoding(summary.get("after", {}))
+    names = {**after, **before}  # A run that has not finished has only those before.
+    return [[name, _interval(before.get(name)), _interval(after.get(name))] for name in names]
 
 
 def _interval(accuracy: Mapping[str, Any] | None) -> str:
@@ -162,59 +200,107 @@ def compare(folders: Sequence[Path]) -> str:
     difference to the first method is paired by seed. A `ValueError` if a folder holds no finished run, or two of them
     the same seed of one method.
     """
-    methods: dict[str, dict[str, Any]] = {}
-    runs: dict[str, Runs] = {}
+    settings_of: dict[str, dict[str, Any]] = {}  # by method, without those that are incidental
+    runs_of: dict[str, Runs] = {}
     for folder in folders:
-        settings, summary = run_folder.read_settings(folder), run_folder.read_summary(folder)
+        settings = run_files.read_settings(folder)
+        summary = run_files.read_summary(folder)
         if "after" not in summary:
             raise ValueError(f"{str(folder)!r} is not the folder of a finished run.")
-        with _of_a_run(folder):
-            accuracies(summary)  # numbers, which have a format
-            seed, results = int(settings["seed"]), run_folder.by_decoding(summary["after"])
-            method = {field: value for field, value in mask(settings).items() if field not in INCIDENTAL}
-            name = next((name for name, other in methods.items() if other == method), str(folder))
-        methods[name] = method
-        seeds = runs.setdefault(name, {})
-        if seed in seeds:
-            raise ValueError(f"{name} has several runs of seed {seed}. Leave one of them out.")
-        seeds[seed] = results
-    first, *others = runs
-    rows = [
-        ["", *runs],
-        ["---"] * (len(runs) + 1),
-        ["seeds", *(", ".join(map(str, seeds)) for seeds in runs.values())],
-    ]
-    for field in sorted({field for method in methods.values() for field in method}):
-        values = [str(method.get(field)) for method in methods.values()]
-        rows += [[field, *values]] if len({*values}) > 1 else []
-    for measure in dict.fromkeys(name for seeds in runs.values() for found in seeds.values() for name in found):
-        rows.append([measure, *(_mean(measure, seeds) for seeds in runs.values())])
-        rows.append([f"{measure}, less {first}", "", *(_gain(measure, runs[first], runs[other]) for other in others)])
-    cells = ([one_line(in_markdown(cell)).replace("|", r"\|") for cell in row] for row in rows)
-    return "".join(f"| {' | '.join(row)} |\n" for row in cells)
+        with _named_in_errors(folder):
+            accuracies(summary)  # It raises if one of them is not a number.
+            seed = int(settings["seed"])
+            after = run_files.by_decoding(summary["after"])
+            settings = {field: value for field, value in mask(settings).items() if field not in INCIDENTAL}
+        method = _method_with(settings, settings_of) or str(folder)
+        settings_of[method] = settings
+        runs = runs_of.setdefault(method, {})
+        if seed in runs:
+            raise ValueError(f"{method} has several runs of seed {seed}. Leave one of them out.")
+        runs[seed] = after
+    seeds = [", ".join(map(str, runs)) for runs in runs_of.values()]
+    rule = ["---"] * (1 + len(runs_of))
+    rows = [["", *runs_of], rule, ["seeds", *seeds]]
+    rows += _rows_of_differing_fields(settings_of) + _rows_of_accuracies(runs_of)
+    return "".join(map(_markdown_row, rows))
+
+
+def _method_with(settings: dict[str, Any], settings_of: Mapping[str, dict[str, Any]]) -> str | None:
+    """The name of the method with these settings, if there is one already."""
+    for method, its_settings in settings_of.items():
+        if its_settings == settings:
+            return method
+    return None
+
+
+def _rows_of_differing_fields(settings_of: Mapping[str, dict[str, Any]]) -> list[list[str]]:
+    """A row for each field that has not the same value in all methods: its name, and its value in each."""
+    fields: set[str] = set().union(*settings_of.values())
+    rows = []
+    for field in sorted(fields):
+        values = [str(settings.get(field)) for settings in settings_of.values()]
+        if len(set(values)) > 1:
+            rows.append([field, *values])
+    return rows
+
+
+def _rows_of_accuracies(runs_of: Mapping[str, Runs]) -> list[list[str]]:
+    """Two rows for each level and decoding: the accuracy of each method, and its difference to that of the first."""
+    first, *others = runs_of
+    measures: dict[str, None] = {}  # in the order in which runs have them
+    for runs in runs_of.values():
+        for after in runs.values():
+            measures |= dict.fromkeys(after)
+    rows = []
+    for measure in measures:
+        means = [_mean(measure, runs) for runs in runs_of.values()]
+        gains = [_gain(measure, runs_of[first], runs_of[other]) for other in others]
+        rows += [[measure, *means], [f"{measure}, less {first}", "", *gains]]
+    return rows
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    escaped = [one_line(in_markdown(cell)).replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |\n"
 
 
 def _mean(measure: str, runs: Runs) -> str:
-    found = [accuracies[measure] for accuracies in runs.values() if measure in accuracies]
-    if len(found) < len(runs):
-        return f"– (missing in {len(runs) - len(found)} of {len(runs)})"
-    if len(found) > 1:
-        return _spread([each["accuracy"] for each in found], "")
-    return "{:.1f} % [{:.1f}, {:.1f}]".format(*(100 * found[0][name] for name in ("accuracy", "low", "high")))
+    """The accuracy of a method over its seeds, with its interval."""
+    results = [after[measure] for after in runs.values() if measure in after]
+    n_missing = len(runs) - len(results)
+    if n_missing:
+        return f"– (missing in {n_missing} of {len(runs)})"
+    if len(results) > 1:
+        return _spread([result["accuracy"] for result in results], sign="")
+    percent = {name: 100 * results[0][name] for name in ("accuracy", "low", "high")}
+    return "{accuracy:.1f} % [{low:.1f}, {high:.1f}]".format_map(percent)
 
 
 def _gain(measure: str, baseline: Runs, runs: Runs) -> str:
-    common = [seed for seed in runs if measure in runs[seed] and measure in baseline.get(seed, {})]
-    gains = [runs[seed][measure]["accuracy"] - baseline[seed][measure]["accuracy"] for seed in common]
-    if len(gains) > 1:
-        return _spread(gains, "+") + (f" ({len(gains)} seeds)" if len(gains) < max(len(runs), len(baseline)) else "")
-    return f"{100 * gains[0]:+.1f} points (one seed)".replace("-", "−") if gains else "no common seed"
+    """How much higher the accuracy of a method is than that of the baseline, over the seeds that both have."""
+    gains = []
+    for seed, after in runs.items():
+        after_baseline = baseline.get(seed, {})
+        if measure in after and measure in after_baseline:
+            gains.append(after[measure]["accuracy"] - after_baseline[measure]["accuracy"])
+    if not gains:
+        return "no common seed"
+    if len(gains) == 1:
+        return _with_minus(f"{100 * gains[0]:+.1f} points (one seed)")
+    some_are_unpaired = len(gains) < max(len(runs), len(baseline))
+    return _spread(gains, sign="+") + (f" ({len(gains)} seeds)" if some_are_unpaired else "")
 
 
-def _spread(shares: Sequence[float], sign: str) -> str:
-    half = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
+def _spread(shares: Sequence[float], *, sign: str) -> str:
+    """The mean of shares and half of its 95 % t interval; with the sign `"+"`, of differences of shares."""
+    half_width = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
     unit = "points" if sign else "%"
-    return f"{100 * np.mean(shares):{sign}.1f} ± {100 * half:.1f} {unit}".replace("-", "−")
+    return _with_minus(f"{100 * np.mean(shares):{sign}.1f} ± {100 * half_width:.1f} {unit}")
+
+
+def _with_minus(text: str) -> str:
+    """A text with a minus sign in place of each hyphen."""
+    return text.replace("-", "−")
 
 
 def in_markdown(text: str) -> str:
