@@ -243,7 +243,8 @@ def needs() -> Iterator[Need]:
             for name, signature in re.findall(r"(\w+)(\([^)]*\))?", names):
                 marked = re.findall(r"(\w+)(\??)", signature)
                 parameters = [parameter for parameter, _ in marked] if signature else None
-                yield Need(purpose, owner, name, parameters, [each for each, mark in marked if not mark])
+                read = [parameter for parameter, mark in marked if not mark]
+                yield Need(purpose, owner, name, parameters, read)
 
 
 def _exists(need: Need) -> bool:
@@ -261,7 +262,8 @@ def _codes_of_methods(owner: type) -> Iterator[CodeType]:
     """Code of all methods of a class; its names include the attributes of instances that they assign and read."""
     for base in inspect.getmro(owner):
         for member in vars(base).values():
-            yield from _codes(getattr(member, "fget", None) or getattr(member, "func", None) or member)
+            function = getattr(member, "fget", None) or getattr(member, "func", None) or member
+            yield from _codes(function)
 
 
 def _codes(function: Any) -> Iterator[CodeType]:
@@ -366,16 +368,20 @@ def rollout_entries() -> set[str]:
     """Names of the entries that TRL puts into the rollout that it returns, as far as its text shows them."""
     function = inspect.unwrap(resolve_name("trl.GRPOTrainer")._generate_and_score_completions)
     try:
-        nodes = [*ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))]
+        source = inspect.getsource(function)
     except OSError:
         return set()
+    nodes = [*ast.walk(ast.parse(textwrap.dedent(source)))]
     returned = {ast.unparse(node.value) for node in nodes if isinstance(node, ast.Return) and node.value}
     keys: list[ast.expr | None] = []
     for node in nodes:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in returned:
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        if ast.unparse(target) in returned:
             keys.extend(node.value.keys if isinstance(node.value, ast.Dict) else ())
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
-            keys.extend([node.targets[0].slice] if ast.unparse(node.targets[0].value) in returned else ())
+        elif isinstance(target, ast.Subscript) and ast.unparse(target.value) in returned:
+            keys.append(target.slice)
     return {str(key.value) for key in keys if isinstance(key, ast.Constant)}
 
 

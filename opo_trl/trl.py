@@ -25,9 +25,12 @@ TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.17,<5.25", "accelerate": "
 
 def untested() -> dict[str, str]:
     """The installed release of each library that is outside the tested range."""
-    installed = {name: version(name) for name in TESTED}
-    ranges = {name: SpecifierSet(tested) for name, tested in TESTED.items()}
-    return {name: found for name, found in installed.items() if not ranges[name].contains(found, prereleases=True)}
+    outside = {}
+    for name, tested in TESTED.items():
+        release = version(name)
+        if not SpecifierSet(tested).contains(release, prereleases=True):
+            outside[name] = release
+    return outside
 
 
 def check() -> None:
@@ -40,7 +43,8 @@ def check() -> None:
             [`check_replaced`].
     """
     check_replaced()
-    verdict, outside = contract.examine(), untested()
+    verdict = contract.examine()
+    outside = untested()
     if verdict.breaks:
         installed = ", ".join(f"{name} {version(name)}" for name in TESTED)
         tested = " ".join(f"'{name}{TESTED[name]}'" for name in outside or TESTED)
@@ -48,7 +52,7 @@ def check() -> None:
         raise ImportError(f"opo_trl cannot train with {installed}: {faults}. Run `pip install {tested}`.")
     notes = [*verdict.differences]
     if outside:
-        releases = ", ".join(f"{name}{TESTED[name]}, not with {found}" for name, found in outside.items())
+        releases = ", ".join(f"{name}{TESTED[name]}, not with {release}" for name, release in outside.items())
         notes.insert(0, f"opo_trl is tested with {releases}. It checks a run's first rollout and optimizer step.")
         notes.append("`opo-trl selftest` checks more, in minutes.")
     if notes and os.environ.get("RANK", "0") == "0":
@@ -68,8 +72,9 @@ def check_replaced() -> None:
 
     for path, owner in (("trl.GRPOTrainer", GRPOTrainer), ("transformers.Trainer", Trainer)):
         # One of ours may stand there: that is how TRL's own scripts train with OPO.
-        own = (path.partition(".")[0], __package__)
-        if inspect.isclass(owner) and owner.__module__.partition(".")[0] not in own:
+        allowed_packages = (path.partition(".")[0], __package__)
+        package = owner.__module__.partition(".")[0]
+        if inspect.isclass(owner) and package not in allowed_packages:
             raise ImportError(
                 f"{path} has been replaced by {owner.__module__}.{owner.__qualname__}, as Unsloth does when it is "
                 "imported. Its methods are rewritten, so OPO would train something else. Train in a process that does "
@@ -81,14 +86,14 @@ def check_replaced() -> None:
 def temporarily(holder: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object, and restore them afterwards."""
     attributes = vars(holder)
-    own = {name: attributes[name] for name in values if name in attributes}
+    originals = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
     try:
         yield
     finally:
         for name in values:
             attributes.pop(name, None)
-        attributes.update(own)
+        attributes.update(originals)
 
 
 check()

@@ -81,7 +81,8 @@ _remembered: list[bytes] = []
 
 def remember(completions: list, **kwargs) -> list[float]:
     """Keep 320 KiB per completion, like a parser with a cache."""
-    _remembered.extend(bytes(10 * 2**15) for _ in completions)
+    kib = 2**10
+    _remembered.extend(bytes(320 * kib) for _ in completions)
     return [1.0] * len(completions)
 
 

@@ -11,7 +11,7 @@ from pickle import UnpicklingError
 import pytest
 import sympy.physics.units  # noqa: F401 - its first import evaluates names
 import torch
-from helpers import Bomb
+from helpers import RECIPES, Bomb
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
 from safetensors.torch import load_file
 from sympy import lambdify
@@ -26,12 +26,11 @@ from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards.accuracy import accuracy_reward, score
 
 
-ARITHMETIC = Path(__file__).resolve().parents[1] / "recipes" / "arithmetic" / "opo.yaml"
-
-
 def train(model: Path, tmp_path: Path) -> int:
-    options = {"model_name_or_path": model, "output_dir": tmp_path / "run", "report_size": 2, "max_steps": 1}
-    return main(["--config", str(ARITHMETIC), *(part for k, v in options.items() for part in (f"--{k}", str(v)))])
+    """Exit status of a short run of the arithmetic recipe, with another model."""
+    arguments = ["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "run")]
+    arguments += ["--report_size", "2", "--max_steps", "1"]
+    return main(["--config", str(RECIPES / "arithmetic" / "opo.yaml"), *arguments])
 
 
 @pytest.fixture
@@ -40,7 +39,8 @@ def model(tiny_model, tmp_path) -> Path:
 
 
 def test_recipe_with_a_python_tag_is_rejected(tmp_path):
-    recipe, harm = tmp_path / "recipe.yaml", tmp_path / "harm"
+    recipe = tmp_path / "recipe.yaml"
+    harm = tmp_path / "harm"
     recipe.write_text(f"alpha: !!python/object/apply:os.mkdir [{harm}]\n")
     with pytest.raises(ValueError, match="not valid YAML"):
         read(["--config", str(recipe)])
@@ -50,17 +50,18 @@ def test_recipe_with_a_python_tag_is_rejected(tmp_path):
 def test_pickled_weights_are_rejected(model, tmp_path, capsys):
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
-    torch.save(weights | {"x": Bomb(tmp_path / "harm")}, model / "pytorch_model.bin")
+    weights["x"] = Bomb(tmp_path / "harm")
+    torch.save(weights, model / "pytorch_model.bin")
     assert train(model, tmp_path) == 2
     assert "no file named model.safetensors" in capsys.readouterr().err
     assert not (tmp_path / "harm").exists()
 
 
 def test_code_that_comes_with_a_model_is_not_run(model, tmp_path, capsys):
-    config = json.loads((model / "config.json").read_text())
     classes = {"AutoConfig": "remote.RemoteConfig", "AutoModelForCausalLM": "remote.RemoteModel"}
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "remote", "auto_map": classes}))
-    (model / "remote.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n")
+    edit(model / "config.json", model_type="remote", auto_map=classes)
+    harm = str(tmp_path / "harm")
+    (model / "remote.py").write_text(f"import os\nos.mkdir({harm!r})\n")
     assert train(model, tmp_path) == 2
     assert "trust_remote_code=True" in capsys.readouterr().err
     assert not (tmp_path / "harm").exists()
@@ -77,19 +78,19 @@ def edit(file: Path, **entries: object) -> None:
 def test_attention_from_the_hub_in_a_models_configuration_is_rejected(model, tmp_path, entry):
     """Transformers would download its code and run it, without `trust_remote_code`."""
     edit(model / "config.json", **entry)
-    with pytest.raises(
-        ValueError, match=r"model='.*model': its config.json asks for code from the Hub, attn_impl.*evil/"
-    ):
-        OPOTrainer(str(model), accuracy_reward, OPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False))
+    args = OPOConfig(str(tmp_path / "run"), use_cpu=True, bf16=False)
+    message = r"model='.*model': its config.json asks for code from the Hub, attn_impl.*evil/"
+    with pytest.raises(ValueError, match=message):
+        OPOTrainer(str(model), accuracy_reward, args)
     check_weights("model", str(model), {"attn_implementation": "sdpa"})  # the user's own choice goes first
 
 
 def test_other_code_of_a_model_is_not_run_unless_it_is_trusted(model, tmp_path):
     """A recipe passes its own `attn_implementation`; Transformers ignores the rest without `trust_remote_code`."""
-    harm = f"import os\nos.mkdir({str(tmp_path / 'harm')!r})\n"
+    harm = str(tmp_path / "harm")
     for name in ("tokenization.py", "custom_generate/generate.py"):
         (model / name).parent.mkdir(exist_ok=True)
-        (model / name).write_text(harm)
+        (model / name).write_text(f"import os\nos.mkdir({harm!r})\n")
     edit(model / "config.json", attn_implementation="evil/kernel")
     edit(model / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization.T", "tokenization.T"]})
     edit(model / "generation_config.json", custom_generate="evil/generate")
@@ -124,18 +125,20 @@ def test_scoring_restores_sympy(monkeypatch, seconds):
 def evaluated():
     """Every string that is compiled, except annotations. An audit hook cannot be removed, so it is switched off."""
     codes: list[str] = []
-    on = [True]
+    is_on = True
 
     def watch(event: str, arguments: tuple) -> None:
-        if not on or event != "compile" or arguments[0] is None:
+        if not is_on or event != "compile":
             return
-        written = str(arguments[1]).startswith(("<string>", "<lambdifygenerated"))  # not read from a file
-        if written and sys._getframe(1).f_globals["__name__"] != "typing":
-            codes.append(arguments[0].decode() if isinstance(arguments[0], bytes) else str(arguments[0]))
+        source, filename = arguments
+        is_of_a_file = not str(filename).startswith(("<string>", "<lambdifygenerated"))
+        if source is None or is_of_a_file or sys._getframe(1).f_globals["__name__"] == "typing":
+            return
+        codes.append(source.decode() if isinstance(source, bytes) else str(source))
 
     sys.addaudithook(watch)
     yield codes
-    on.clear()
+    is_on = False
 
 
 @pytest.mark.parametrize(
@@ -162,13 +165,14 @@ def test_only_numbers_of_an_answer_are_evaluated(evaluated, answer):
         score(f"\\boxed{{{answer}}}", gold)
         score(f"\\boxed{{{gold}}}", answer)
     codes = {code.strip() for code in evaluated}
-    harmless = (
+    forms_of_harmless_code = (
         r"((Integer|Float) \('?[\d.]+'? \)|[-/()\s])+",  # numbers
         r"def _lambdifygenerated\(n\):\s+return [n\d +*()-]+",  # a polynomial with integer coefficients
         r"def monomial_\w+\(.*",  # SymPy's arithmetic
         r"((from|import) [\w.]+( import \*)?(; |$))+",
     )
-    assert not [code for code in codes if not any(re.fullmatch(form, code, re.DOTALL) for form in harmless)]
+    harmless = re.compile("|".join(f"(?:{form})" for form in forms_of_harmless_code), re.DOTALL)
+    assert [code for code in codes if not harmless.fullmatch(code)] == []
     if answer == "12x + 1.5":
         assert "Integer (12 )" in codes
     if "2^n" in answer:

@@ -7,14 +7,14 @@ import os
 import stat
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 
 # What is read of a file at most, unzipped: the log of 50,000 steps, of 1.3 kB each. As Python's objects, hostile text
 # takes 40 times its size, up to 3 GB; and a row of two bytes 500 bytes, so that lines have a bound of their own.
-MOST_BYTES, MOST_LINES = 2**26, 2**21
+MOST_BYTES = 2**26
+MOST_LINES = 2**21
 
 
 def read_text(path: Path, *, follow: bool = False, bounded: bool = True) -> str:
@@ -28,10 +28,11 @@ def read_text(path: Path, *, follow: bool = False, bounded: bool = True) -> str:
     Raises:
         `ValueError`: the file is a link, no regular file, too large, or cannot be unzipped.
     """
-    on_a_link = 0 if follow else os.O_NOFOLLOW
+    extra_flags = os.O_NONBLOCK  # or a pipe would make this wait for its writer
+    if not follow:
+        extra_flags |= os.O_NOFOLLOW
     try:
-        # `O_NONBLOCK`: a pipe does not make this wait for its writer.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | on_a_link)) as file:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | extra_flags)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise ValueError(f"{str(path)!r} is not a regular file. Remove it.")
             source = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
@@ -45,8 +46,10 @@ def read_text(path: Path, *, follow: bool = False, bounded: bool = True) -> str:
             raise
         raise ValueError(f"{str(path)!r} is a link, which may lead to any file. Put the file itself there.") from error
     if bounded and (len(content) > MOST_BYTES or content.count(b"\n") > MOST_LINES):
-        most = f"{MOST_BYTES // 2**20} MiB or {MOST_LINES:,} lines"
-        raise ValueError(f"{str(path)!r} holds more than {most}, the most that are read. Leave entries out.")
+        raise ValueError(
+            f"{str(path)!r} holds more than {MOST_BYTES // 2**20} MiB or {MOST_LINES:,} lines, "
+            "the most that are read. Leave entries out."
+        )
     return content.decode("utf-8-sig", "replace")
 
 
@@ -61,14 +64,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path, *, follow: bool = False, bounded: bool = True) -> list[dict[str, Any]]:
     """Read a JSONL file of mappings, up to a last line that a kill has cut short; empty if there is no such file."""
-    found, lines = [], read_text(path, follow=follow, bounded=bounded).split("\n")
+    entries = []
+    lines = read_text(path, follow=follow, bounded=bounded).split("\n")
     for number, line in enumerate(lines, 1):
+        if not line.strip("\0 \t\r"):  # zeros are what a crash of the machine may leave
+            continue
         try:
-            found += [parse(line)] if line.strip("\0 \t\r") else []  # zeros are what a crash of the machine may leave
+            entries.append(parse(line))
         except ValueError as error:
-            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
+            is_cut_short = number == len(lines) and isinstance(error, json.JSONDecodeError)
+            if not is_cut_short:
                 raise ValueError(f"{str(path)!r} cannot be read: line {number}: {error}") from error
-    return found
+    return entries
 
 
 def parse(text: str) -> dict[str, Any]:
@@ -90,10 +97,11 @@ def loads(text: str) -> Any:
 def write(path: Path, content: str | bytes) -> None:
     """Replace a file, or create it: stopped at any time, the old one or the new one is complete."""
     part = path.with_name(f"_{path.name}.part")  # with "_": not pushed to the Hub
+    data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
     try:
         part.unlink(missing_ok=True)  # that of a killed process; or a link, through which this would write
         with part.open("xb") as file:
-            file.write(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -108,8 +116,12 @@ def write(path: Path, content: str | bytes) -> None:
 
 def free(path: Path) -> Path:
     """The path if nothing is there, or else the first of `path-2`, `path-3` … that is free."""
-    further = (path.with_name(f"{path.name}-{number}") for number in count(2))
-    return next(each for each in chain([path], further) if not os.path.lexists(each))
+    candidate = path
+    number = 1
+    while os.path.lexists(candidate):
+        number += 1
+        candidate = path.with_name(f"{path.name}-{number}")
+    return candidate
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -14,13 +14,21 @@ def check_processes(world_size: int) -> None:
     if world_size > 1:
         return
     try:
-        own, launcher = psutil.Process().environ(), psutil.Process().parent()
-        command, of_launcher = ([], {}) if launcher is None else (launcher.cmdline(), launcher.environ())
+        process = psutil.Process()
+        launcher = process.parent()
+        if launcher is None:
+            return
+        command = launcher.cmdline()
+        environment = process.environ()
+        environment_of_launcher = launcher.environ()
     except psutil.Error:  # Another user's processes cannot be read.
         return
     # An address that the launcher had itself, as in a Slurm job, says nothing.
-    got_address = any(own.get(name) != of_launcher.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    addresses = ("MASTER_ADDR", "MASTER_PORT")
+    got_address = any(environment.get(name) != environment_of_launcher.get(name) for name in addresses)
     if got_address and any("accelerate" in word for word in command):
-        said = "num_processes is above 1, but `accelerate launch` has started one process, as it does with `--cpu`"
-        fix = "Start all with `torchrun --nproc_per_node NUMBER SCRIPT`, or `opo-trl train --num_processes NUMBER`"
-        raise ValueError(f"{said} and on a single device. {fix}.")
+        raise ValueError(
+            "num_processes is above 1, but `accelerate launch` has started one process, as it does with `--cpu` and "
+            "on a single device. Start all with `torchrun --nproc_per_node NUMBER SCRIPT`, or "
+            "`opo-trl train --num_processes NUMBER`."
+        )

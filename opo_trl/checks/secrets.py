@@ -26,24 +26,39 @@ def mask(content: Any, name: str = "") -> Any:
         return {key: mask(value, str(key)) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return type(content)(mask(value, name) for value in content)
-    # A token of the vocabulary begins with a bracket.
-    is_word = content and type(content) in (str, int) and not str(content).startswith(("<", "["))
-    if is_word and re.fullmatch(_NAME, name):
+    if re.fullmatch(_NAME, name) and _may_be_secret(content):
         return _MARK
     return mask_text(content) if type(content) is str else content
+
+
+def _may_be_secret(content: Any) -> bool:
+    """Whether it is a word or a number; a token of a vocabulary begins with a bracket."""
+    if type(content) not in (str, int) or not content:
+        return False
+    return not str(content).startswith(("<", "["))
 
 
 def mask_text(text: str) -> str:
     """A message, address or mapping as text without secrets."""
     if text.startswith("{"):
         text = _IN_BRACES.sub(rf"\1{_MARK}", text)
-    return _IN_TEXT.sub(lambda found: f"{found[1] or found[2] or ''}{_MARK}", text)
+    return _IN_TEXT.sub(_mask_value, text)
+
+
+def _mask_value(secret: re.Match[str]) -> str:
+    """The mark, after what stands before a value: `://` or a name."""
+    before = secret[1] or secret[2] or ""
+    return before + _MARK
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
     """A command line without secrets."""
-    pairs = zip(["", *words], words, strict=False)
-    return [mask(word, "" if word.startswith("--") else before.removeprefix("--")) for before, word in pairs]
+    masked = []
+    name = ""
+    for word in words:
+        masked.append(mask(word, "" if word.startswith("--") else name))
+        name = word.removeprefix("--")
+    return masked
 
 
 def lost(content: Any) -> bool:
@@ -59,12 +74,16 @@ class Masked:
         return mask(super().to_dict())  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
-        plain = {name: mask(value, name) for name, value in vars(self).items() if isinstance(value, str | dict)}
-        return {**vars(self), **plain}
+        settings = dict(vars(self))
+        for name, value in settings.items():
+            if isinstance(value, str | dict):
+                settings[name] = mask(value, name)
+        return settings
 
     def __copy__(self, memo: Any = None):  # Python would copy the masked state
         other = object.__new__(type(self))
-        vars(other).update(vars(self) if memo is None else copy.deepcopy(vars(self), memo))
+        settings = vars(self) if memo is None else copy.deepcopy(vars(self), memo)
+        vars(other).update(settings)
         return other
 
     __deepcopy__ = __copy__

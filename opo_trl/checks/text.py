@@ -19,19 +19,23 @@ _INVISIBLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 def printable(text: str) -> str:
     """Text with characters that control a terminal, or that no file or page can hold, as escapes such as `\\x1b`."""
-    return _INVISIBLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+    text = text.replace("\r\n", "\n")
+    return _INVISIBLE.sub(lambda character: character[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str, longest: int = 200) -> str:
     """Printable text in one line, cut to a number of characters."""
-    line = " ".join(printable(text[: 4 * longest]).split())
+    words = printable(text[: 4 * longest]).split()
+    line = " ".join(words)
     return line if len(line) <= longest else f"{line[:longest]}…"
 
 
 def report_error(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
     """Print why a program ends, after the traceback if `debug`; returns the exit status."""
     if debug:
-        print(mask_text("".join(traceback.format_exception(error))), file=sys.stderr)
-    said = " ".join([str(error), *getattr(error, "__notes__", ())])
-    print(f"{program}: error: {printable(mask_text(said))}", file=sys.stderr)
+        lines = traceback.format_exception(error)
+        print(mask_text("".join(lines)), file=sys.stderr)
+    notes = getattr(error, "__notes__", ())
+    message = " ".join([str(error), *notes])
+    print(f"{program}: error: {printable(mask_text(message))}", file=sys.stderr)
     return status

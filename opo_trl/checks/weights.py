@@ -37,18 +37,26 @@ def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dic
         return None
     if file is None:
         return None
-    said, folder = f"{field}={path!r} is an adapter", Path(file).parent
     if not is_peft_available():
-        raise ImportError(f"{said}, which needs a package that is not installed: `pip install 'opo_trl[peft]'`.")
-    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        raise ImportError(
+            f"{field}={path!r} is an adapter, which needs a package that is not installed: "
+            "`pip install 'opo_trl[peft]'`."
+        )
+    folder = Path(file).parent
+    model_files = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    if model_files:
         raise ValueError(
-            f"{said} and a complete model in one folder. Move the files of one of them to another folder."
+            f"{field}={path!r} is an adapter and a complete model in one folder. "
+            "Move the files of one of them to another folder."
         )
     config = files.read_json(Path(file))
     base = config.get("base_model_name_or_path")
-    if not base or (base.startswith((".", "/", "~")) and not Path(base).is_dir()):  # The Hub has no such names.
-        fix = "Set it in its adapter_config.json to the base model's folder or name"
-        raise ValueError(f"{said} of base_model_name_or_path={base!r}, which does not exist. {fix}.")
+    is_path = base and base.startswith((".", "/", "~"))  # the Hub has no such names
+    if not base or (is_path and not Path(base).is_dir()):
+        raise ValueError(
+            f"{field}={path!r} is an adapter of base_model_name_or_path={base!r}, which does not exist. "
+            "Set it in its adapter_config.json to the base model's folder or name."
+        )
     others = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
     return base, others | {"revision": config.get("revision")}
 
@@ -66,28 +74,45 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
             a reward model is an adapter.
     """
     if base := base_of(field, path, options):
-        fix = "Merge it into its base (`merge_and_unload`), and name the folder of the merged model"
         if scores:
-            raise ValueError(f"{field}={path!r} is an adapter, which cannot score. {fix}.")
+            raise ValueError(
+                f"{field}={path!r} is an adapter, which cannot score. "
+                "Merge it into its base (`merge_and_unload`), and name the folder of the merged model."
+            )
         path, options = base
     labels = {"num_labels": 1} if scores else {}
     config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **{**options, **labels})
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+    parts = [config, *(getattr(config, name) for name in config.sub_configs)]
+    for part in parts:
         attention = str(getattr(part, "_attn_implementation", None))
         if "/" in attention and "attn_implementation" not in options:  # Transformers would download it, and run it
-            said = f"{field}={path!r}: its config.json asks for code from the Hub, attn_implementation={attention!r}"
-            raise ValueError(f"{said}. Set `attn_implementation` to one that you trust, such as 'sdpa'.")
+            raise ValueError(
+                f"{field}={path!r}: its config.json asks for code from the Hub, attn_implementation={attention!r}. "
+                "Set `attn_implementation` to one that you trust, such as 'sdpa'."
+            )
     if "gguf_file" in options or getattr(config, "quantization_config", None) is not None:
         return
-    kind: Any = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
-    kind = AutoModelForSequenceClassification if scores else kind
-    source: Any = {name: options[name] for name in _SOURCE if name in options}
-    how: Any = {"device_map": "meta", "attn_implementation": "eager", "output_loading_info": True}
+    if scores:
+        model_class: Any = AutoModelForSequenceClassification
+    else:
+        architecture = config.architectures[0] if config.architectures else ""
+        model_class = getattr(transformers, architecture, AutoModelForCausalLM)
     with unsharded(), temporarily(logging, _tqdm_active=False):  # bars of downloads remain
-        model, info = kind.from_pretrained(path, config=config, **how, **source)
-    if missing := sorted(info["missing_keys"] & dict(model.named_parameters()).keys()):
-        said = f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors"
-        raise ValueError(f"{said}, which Transformers would initialize at random. Restore the files.")
+        model, info = model_class.from_pretrained(
+            path,
+            config=config,
+            device_map="meta",
+            attn_implementation="eager",
+            output_loading_info=True,
+            **{name: options[name] for name in _SOURCE if name in options},
+        )
+    parameters = dict(model.named_parameters())
+    missing = sorted(info["missing_keys"] & parameters.keys())
+    if missing:
+        raise ValueError(
+            f"{field}={path!r}: its files lack {', '.join(missing[:3])}, of {len(missing)} tensors, which "
+            "Transformers would initialize at random. Restore the files."
+        )
 
 
 def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
@@ -97,23 +122,32 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
         check_weights("model", model, options)
     adapters = getattr(model, "peft_config", ())
     if adapters and args.beta and (model.active_adapter != "default" or "ref" in adapters):
-        said = f"beta={args.beta}: TRL copies the adapter 'default' to 'ref'; {model.active_adapter!r} is trained"
-        raise ValueError(f"{said}. Load one without `adapter_name`, and none called 'ref'; or set `beta` to 0.")
-    for name in (reward for reward in rewards if isinstance(reward, str)):
-        check_weights("reward_funcs", name, options, scores=True)
+        raise ValueError(
+            f"beta={args.beta}: TRL copies the adapter 'default' to 'ref'; {model.active_adapter!r} is trained. "
+            "Load one without `adapter_name`, and none called 'ref'; or set `beta` to 0."
+        )
+    for reward in rewards:
+        if isinstance(reward, str):
+            check_weights("reward_funcs", reward, options, scores=True)
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
     """Check that a weight of a model can be trained, and that a user's optimizer does."""
-    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
-    if not trained:
-        said = f"model={get_config_model_id(model.config)!r} would not be trained: no weight requires a gradient"
-        raise ValueError(f"{said}. Load an adapter with `is_trainable=True`, or call `model.requires_grad_(True)`.")
+    trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    if not trainable:
+        raise ValueError(
+            f"model={get_config_model_id(model.config)!r} would not be trained: no weight requires a gradient. "
+            "Load an adapter with `is_trainable=True`, or call `model.requires_grad_(True)`."
+        )
     if optimizer is None or isinstance(optimizer, AcceleratedOptimizer):  # that of an earlier call of `train`
         return
-    if trained.isdisjoint(id(weight) for group in optimizer.param_groups for weight in group["params"]):
-        fix = "Make it after the model's adapter, or let `args` name it"
-        raise ValueError(f"`optimizers` would not train the model: it holds none of its trained weights. {fix}.")
+    for group in optimizer.param_groups:
+        if not trainable.isdisjoint(map(id, group["params"])):
+            return
+    raise ValueError(
+        "`optimizers` would not train the model: it holds none of its trained weights. "
+        "Make it after the model's adapter, or let `args` name it."
+    )
 
 
 @contextmanager

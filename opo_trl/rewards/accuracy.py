@@ -183,7 +183,7 @@ def _read(latex: str) -> list[Any]:
     return parsed
 
 
-def _solution_set(parsed: Any, holds_together: bool) -> Any:
+def _solution_set(parsed: Basic, holds_together: bool) -> Basic:
     r"""
     The numbers that solve `x < 2 \text{ or } x > 5`, of which math-verify makes a list; anything else as it is.
 
@@ -212,7 +212,7 @@ def _same(parsed_gold: list[Any], parsed_answer: list[Any]) -> bool:
     return (is_same or _equivalent(gold, answer)) and _relatively_close(gold, answer)
 
 
-def _leaves_unsolved(gold: Any, answer: Any) -> bool:
+def _leaves_unsolved(gold: Basic, answer: Basic) -> bool:
     """Whether an answer is a relation to be solved, such as `x + 2 = 5` for `x = 3`."""
     asks_for_set = isinstance(gold, Set)
     relations = (Relational, And) if asks_for_set else Relational
@@ -221,7 +221,7 @@ def _leaves_unsolved(gold: Any, answer: Any) -> bool:
     return asks_for_set or _is_solved(gold)
 
 
-def _has_false_equation(answer: Any) -> bool:
+def _has_false_equation(answer: Basic) -> bool:
     """Whether an answer has an equation of two numbers that differ, such as `6 = 5` for 5."""
     if answer.free_symbols:
         return False

@@ -175,7 +175,7 @@ class IsolatedReward(CountingReward):
             raise self._no_start() from error
         return pool
 
-    def _check_import(self, context: Any) -> None:
+    def _check_import(self, context: ForkServerContext) -> None:
         """Import the reward's module in a worker: the pool would replace workers that fail at it without an end."""
         worker = context.Process(target=callable, args=(self.reward,))  # unpickling the argument imports
         try:
@@ -317,7 +317,7 @@ def _raise_if_forbidden(event: str, arguments: tuple) -> None:
         raise PermissionError(f"an answer asked for {event}")
 
 
-def _opens_for_writing(_path: Any, mode: str | None, flags: int | None) -> bool:
+def _opens_for_writing(_path: object, mode: str | None, flags: int | None) -> bool:
     """By the arguments of the event `open`, of which `os.open` has no mode, and some others have no flags."""
     writes_by_mode = not set("wax+").isdisjoint(mode or "")
     writes_by_flags = (flags or 0) & _WRITING != 0

@@ -13,10 +13,11 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 def test_one_process_in_place_of_two_is_refused(tmp_path: Path):
     folder = tmp_path / "run"
     recipe = ["-m", "opo_trl.command.train", str(RECIPES / "arithmetic" / "opo.yaml"), "--output_dir", str(folder)]
-    status, said = run_to_its_end([*ACCELERATE, "--cpu", "--num_processes", "2", *recipe], environment(), limit=200)
+    command = [*ACCELERATE, "--cpu", "--num_processes", "2", *recipe]
+    status, output = run_to_its_end(command, environment(), limit=200)
     assert status == 1
-    assert "opo-trl train: error: num_processes is above 1, but `accelerate launch` has started one process" in said
-    assert "torchrun --nproc_per_node" in said
+    assert "opo-trl train: error: num_processes is above 1, but `accelerate launch` has started one process" in output
+    assert "torchrun --nproc_per_node" in output
     assert not folder.exists()
 
 
@@ -33,5 +34,7 @@ def test_only_what_accelerate_was_asked_for_is_refused(tmp_path: Path, options, 
     """Where a job has an address for its processes, one is enough."""
     script = tmp_path / "script.py"
     script.write_text("from opo_trl.checks.processes import check_processes\ncheck_processes(1)\nprint('trains')\n")
-    _, said = run_to_its_end([*ACCELERATE, *options, str(script)], environment(**address), limit=200)
-    assert ("trains" in said, "has started one process" in said) == (not is_refused, is_refused)
+    command = [*ACCELERATE, *options, str(script)]
+    _, output = run_to_its_end(command, environment(**address), limit=200)
+    assert ("trains" in output) == (not is_refused)
+    assert ("has started one process" in output) == is_refused

@@ -65,9 +65,9 @@ def test_what_no_field_can_be_is_rejected(recipe, text, says):
 def test_all_unknown_names_and_values_out_of_range_are_named_at_once(recipe):
     with pytest.raises(ValueError, match=r"\w") as error:
         parse(["--config", recipe("xyzzy: 1\nalpha: 7\ntop_p: 3\n"), "--plugh", "3"])
-    said = str(error.value).splitlines()
+    lines = str(error.value).splitlines()
     for name in ("xyzzy", "alpha=7", "top_p=3", "--plugh"):
-        assert sum(name in line for line in said) == 1
+        assert sum(name in line for line in lines) == 1
 
 
 def test_command_line_overrides_the_recipe_and_is_part_of_it(recipe):

@@ -35,11 +35,13 @@ def models(tiny_model: str, tmp_path_factory) -> dict[str, Path]:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder / "experts")
+    config = Qwen3MoeConfig(**sizes, **heads, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(folder / "experts")
     packing = BitsAndBytesConfig(load_in_4bit=True)
     packed = Qwen3ForCausalLM.from_pretrained(tiny_model, quantization_config=packing, device_map="cpu")
     packed.save_pretrained(folder / "packed")
-    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)).save_pretrained(folder / "gpt2")
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)
+    GPT2LMHeadModel(config).save_pretrained(folder / "gpt2")
     kinds = {name: folder / name for name in ("sharded", "experts", "packed", "gpt2")}
     return {"dense": Path(tiny_model), **kinds}
 
@@ -75,8 +77,9 @@ def test_incomplete_model_is_rejected_by_the_names_of_its_tensors(models, tmp_pa
 
 def test_a_missing_part_of_a_merged_tensor_raises_too(models, tmp_path):
     missing = "model.layers.1.mlp.experts.3.up_proj.weight"
+    path = damage(models["experts"], tmp_path / "model", lambda name: name == missing)
     with pytest.raises((ValueError, RuntimeError)):
-        check_weights("model", damage(models["experts"], tmp_path / "model", lambda name: name == missing), {})
+        check_weights("model", path, {})
 
 
 def test_trainer_rejects_a_reward_model(tiny_model, tmp_path):
@@ -90,7 +93,8 @@ def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_mod
         return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), adapter, **options)
 
     adapter = tmp_path / "adapter"
-    get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=2)).save_pretrained(adapter)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    get_peft_model(base, LoraConfig(r=2)).save_pretrained(adapter)
     frozen = AutoModelForCausalLM.from_pretrained(tiny_model).requires_grad_(False)
     for model, beta in ((loaded(), 0.0), (loaded(), 0.1), (loaded().merge_and_unload(), 0.0), (frozen, 0.0)):
         trainer = make_trainer(model, tmp_path / "run", beta=beta)
@@ -109,9 +113,9 @@ def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path):
         arguments["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1), None)
         return make_trainer(model, tmp_path, trainer_arguments=arguments)
 
-    own = trainer()
-    own.train()
-    own.train()  # by then, Accelerate has wrapped it
+    trainer_of_model = trainer()
+    trainer_of_model.train()
+    trainer_of_model.train()  # by then, Accelerate has wrapped the optimizer
     with pytest.raises(ValueError, match="`optimizers` would not train the model"):
         trainer(peft_config=LoraConfig(r=2)).train()
 
@@ -120,8 +124,10 @@ def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path):
     ("names", "trained"), [(["sft"], "sft"), (["default", "new"], "new"), (["default", "ref"], "default")]
 )
 def test_adapter_of_which_another_would_be_the_reference_is_rejected(tiny_model, tmp_path, names, trained):
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=2), adapter_name=names[0])
-    for name in names[1:]:
+    first, *others = names
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model = get_peft_model(base, LoraConfig(r=2), adapter_name=first)
+    for name in others:
         model.add_adapter(name, LoraConfig(r=2))
     model.set_adapter(trained)
     with pytest.raises(ValueError, match=rf"beta=0\.1: .* '{trained}' is trained"):

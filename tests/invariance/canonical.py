@@ -88,7 +88,8 @@ def make_trainer(form: Form, model: str, folder: Path, trainer_class: type = OPO
         completions = {"reward_funcs": even_tokens}
     data = Dataset.from_dict({"prompt": PROMPTS})
     if "rollouts" in form.options:  # recorded ones
-        completions, data = {}, None
+        completions = {}
+        data = None
     options = {
         **SMALL,
         "output_dir": str(folder),
@@ -127,27 +128,33 @@ def run(form: Form, model: str, folder: str) -> None:
     trainer.train()
     trainer.save_model(str(place))
     if trainer.accelerator.is_main_process:
-        (place / "result.json").write_text(json.dumps({"log": trainer.state.log_history, **describe(trainer)}))
+        result = {"log": trainer.state.log_history, **describe(trainer)}
+        (place / "result.json").write_text(json.dumps(result))
 
 
 def describe(trainer: OPOTrainer) -> dict:
     """How the run was executed: a form that silently fell back to another one would prove nothing."""
     plugin = trainer.accelerator.state.deepspeed_plugin
-    parameters = list(trainer.model.parameters())
+    are_sharded = [is_sharded(parameter) for parameter in trainer.model.parameters()]
     return {
         "processes": trainer.accelerator.num_processes,
         "distributed": str(trainer.accelerator.distributed_type).rpartition(".")[2],
         "zero_stage": plugin.zero_stage if plugin else None,
         "checkpointing": trainer.accelerator.unwrap_model(trainer.model).is_gradient_checkpointing,
-        "sharded": sum((hasattr(p, "ds_tensor") and p.numel() == 0) or hasattr(p, "placements") for p in parameters)
-        / len(parameters),
+        "sharded": sum(are_sharded) / len(are_sharded),
     }
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether DeepSpeed or FSDP holds a part of it on each process."""
+    is_of_deepspeed = hasattr(parameter, "ds_tensor") and parameter.numel() == 0
+    return is_of_deepspeed or hasattr(parameter, "placements")
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
     """The saved model, or the saved adapter."""
-    names = ("adapter_model.safetensors", "model.safetensors")
-    return load_file(next(folder / name for name in names if (folder / name).exists()))
+    adapter = folder / "adapter_model.safetensors"
+    return load_file(adapter if adapter.exists() else folder / "model.safetensors")
 
 
 def fsdp_on_cpu():

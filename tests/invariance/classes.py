@@ -203,21 +203,25 @@ def train(form: Form, model: str, folder: Path) -> Trained:
     _check_form(form, result)
     steps = [entry for entry in result["log"] if "grad_norm" in entry]
     assert len(steps) == STEPS
-    start = weights(folder / "start") if (folder / "start").exists() else None
-    return Trained(steps, start, weights(folder))
+    start = folder / "start"
+    return Trained(steps, weights(start) if start.exists() else None, weights(folder))
 
 
 def compare(one: Trained, reference: Trained) -> Difference:
     """How far a form is from its reference."""
-    for name in ("loss", "grad_norm"):
-        if [math.isfinite(step[name]) for step in one.steps] != [
-            math.isfinite(step[name]) for step in reference.steps
-        ]:
-            return Difference(math.inf, math.inf, math.inf)
-    pairs = [(a, b) for a, b in zip(one.steps, reference.steps, strict=True) if math.isfinite(b["grad_norm"])]
+    losses = [abs(step["loss"]) for step in reference.steps if math.isfinite(step["grad_norm"])]
+    loss_differences = []
+    norm_differences = []
+    for step, expected in zip(one.steps, reference.steps, strict=True):
+        for name in ("loss", "grad_norm"):
+            if math.isfinite(step[name]) != math.isfinite(expected[name]):
+                return Difference(math.inf, math.inf, math.inf)
+        if math.isfinite(expected["grad_norm"]):
+            loss_differences.append(abs(step["loss"] - expected["loss"]))
+            norm_differences.append(abs(step["grad_norm"] / expected["grad_norm"] - 1))
     return Difference(
-        loss=max(abs(a["loss"] - b["loss"]) for a, b in pairs) / max(abs(b["loss"]) for _, b in pairs),
-        gradient_norm=max(abs(a["grad_norm"] / b["grad_norm"] - 1) for a, b in pairs),
+        loss=max(loss_differences) / max(losses),
+        gradient_norm=max(norm_differences),
         parameters=distance(one.end, reference.end) / distance(reference.end, reference.start),
     )
 
@@ -226,14 +230,14 @@ def _check_form(form: Form, result: dict):
     several = "MULTI_CPU" if USE_CPU else "MULTI_GPU"
     distributed = {None: "NO", "multi_gpu": several, "fsdp2": "FSDP"}.get(form.config, "DEEPSPEED")
     stage = int(form.config[-1]) if distributed == "DEEPSPEED" else None
-    wanted = {
+    expected = {
         "processes": form.processes,
         "distributed": distributed,
         "zero_stage": stage,
         "checkpointing": form.options.get("gradient_checkpointing", False),
     }
-    found = {name: result[name] for name in wanted}
-    if found != wanted:
-        raise RuntimeError(f"{form.name} was to run as {wanted}, but ran as {found}")
+    actual = {name: result[name] for name in expected}
+    if actual != expected:
+        raise RuntimeError(f"{form.name} was to run as {expected}, but ran as {actual}")
     if result["sharded"] != (form.config in ("zero3", "fsdp2")):
         raise RuntimeError(f"{form.name}: {result['sharded']:.0%} of the parameters are sharded")

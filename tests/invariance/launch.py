@@ -43,9 +43,8 @@ def environment(config: str | None, processes: int, folder: Path) -> dict[str, s
         return {}
     path = folder / f"{config}.yaml"
     path.write_text(yaml.safe_dump(cpu_version(CONFIGS / f"{config}.yaml", processes)))
-    arguments, file, _ = _validate_launch_command(
-        launch_command_parser().parse_args(["--config_file", str(path), "--main_process_port", "0", "script.py"])
-    )
+    command = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    arguments, file, _ = _validate_launch_command(launch_command_parser().parse_args(command))
     if arguments.use_deepspeed:
         arguments.deepspeed_fields_from_accelerate_config = ",".join(file.deepspeed_config)
         env = prepare_deepspeed_cmd_env(arguments)[1]
@@ -86,14 +85,18 @@ def launch(
     env = environment(config, processes, folder) | devices_for(processes)
     prepare()
     context = multiprocessing.get_context("forkserver" if USE_CPU else "spawn")
-    port, started = free_port(), []
+    port = free_port()
+    started = []
     for rank in range(processes):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        own = env | {name: str(value) for name, value in place.items()} if processes > 1 else env
-        process = context.Process(target=_run, args=(target, arguments, own, folder / f"process_{rank}.log"))
+        env_of_rank = dict(env)
+        if processes > 1:
+            env_of_rank |= {name: str(value) for name, value in place.items()}
+        process = context.Process(target=_run, args=(target, arguments, env_of_rank, folder / f"process_{rank}.log"))
         connect = patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process)
-        with connect, patch.dict(os.environ, {} if USE_CPU else own):  # a device is chosen before torch is imported
+        # A device is chosen before torch is imported.
+        with connect, patch.dict(os.environ, {} if USE_CPU else env_of_rank):
             process.start()
         started.append(process)
     deadline = time.monotonic() + limit
@@ -112,7 +115,11 @@ def launch(
 
 def logs(folder: Path) -> str:
     """The end of each process's output, for the message of a failure."""
-    return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(folder.glob("process_*.log")))
+    ends = []
+    for path in sorted(folder.glob("process_*.log")):
+        end = path.read_text()[-3000:]
+        ends.append(f"{path.name}:\n{end}")
+    return "\n".join(ends)
 
 
 def prepare() -> None:
@@ -122,9 +129,11 @@ def prepare() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if USE_CPU else "cuda")
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(TESTS) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), *paths]))
+    paths = os.environ.get("PYTHONPATH")
+    if not paths:
+        os.environ["PYTHONPATH"] = str(TESTS)
+    elif str(TESTS) not in paths.split(os.pathsep):
+        os.environ["PYTHONPATH"] = f"{TESTS}{os.pathsep}{paths}"
     SERVER.set_forkserver_preload(["invariance.preload"])
 
 

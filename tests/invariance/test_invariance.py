@@ -10,10 +10,10 @@ from .classes import CLASSES, ONE, EquivalenceClass, compare, train
 
 
 def members():
-    for each in CLASSES:
-        for index, member in enumerate(each.members):
-            marks = () if index in each.quick else (pytest.mark.slow,)
-            yield pytest.param(each, member, id=f"{each.name}-{member.name}", marks=marks)
+    for equivalence in CLASSES:
+        for index, member in enumerate(equivalence.members):
+            marks = () if index in equivalence.quick else (pytest.mark.slow,)
+            yield pytest.param(equivalence, member, id=f"{equivalence.name}-{member.name}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -23,18 +23,18 @@ def trained(tiny_model: str, tmp_path_factory: pytest.TempPathFactory):
 
     @functools.cache
     def of(name: str):
-        form = next(each.reference for each in CLASSES if each.reference.name == name)
+        form = next(equivalence.reference for equivalence in CLASSES if equivalence.reference.name == name)
         return train(form, tiny_model, folder / name)
 
     return of
 
 
-@pytest.mark.parametrize(("each", "member"), list(members()))
+@pytest.mark.parametrize(("equivalence", "member"), list(members()))
 def test_member_trains_as_its_reference_does(
-    each: EquivalenceClass, member: Form, trained, tiny_model: str, tmp_path: Path
+    equivalence: EquivalenceClass, member: Form, trained, tiny_model: str, tmp_path: Path
 ):
-    found = compare(train(member, tiny_model, tmp_path), trained(each.reference.name))
-    assert found.largest <= each.tolerance, found
+    difference = compare(train(member, tiny_model, tmp_path), trained(equivalence.reference.name))
+    assert difference.largest <= equivalence.tolerance, difference
 
 
 def test_comparison_sees_a_difference(trained, tiny_model: str, tmp_path: Path):

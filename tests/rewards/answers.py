@@ -6,27 +6,32 @@ def box(answer: str) -> str:
 
 
 def tower(base: str, height: int) -> str:
-    return "^{".join([base] * height) + "}" * (height - 1)
+    """`9^{9^{9}}`, of this height."""
+    n_exponents = height - 1
+    return f"{base}^{{" * n_exponents + base + "}" * n_exponents
 
+
+MANY = 10_000
+LONG = 100_000
+CHARACTERS = ("a", "5", "{", "}", "\\", "$", " ", "\n", "(", "^", "_", "🙂", "\x00")
+LONG_TEXTS = [character * LONG for character in CHARACTERS]
+LARGE_EXPONENTS = ("11E999999999", "-1.5E-999999999", "11E+999999999", r"11E\text{}999999999", r"11E\$999999999")
 
 # What a model under training writes, by pattern: completion, gold answer, verdict. docs/rewards.md has the rules.
 ADVERSARIAL = {
     "nested exponents": [(box(tower("9", height)), "5", 0.0) for height in (3, 5, 40)],
     "nested exponents of a variable": [(box(tower("x", 30)), "x", 0.0)],
     "factorials": [(box("9!!!!"), "5", 0.0), (box("(10^{9})!"), "5", 0.0)],
-    "numbers with a large exponent": [
-        (box(number), "5", 0.0)
-        for number in ("11E999999999", "-1.5E-999999999", "11E+999999999", r"11E\text{}999999999", r"11E\$999999999")
-    ],
+    "numbers with a large exponent": [(box(number), "5", 0.0) for number in LARGE_EXPONENTS],
     "numbers with an exponent": [(box(number), "1500", 1.0) for number in ("1.5E3", "1.5E+3", "15000E-1")],
-    "boxes that are never closed": [("\\boxed{" * 10_000, "5", 0.0), ("\\boxed{" * 10_000 + "5", "5", 0.0)],
-    "boxes in boxes": [("\\boxed{" * 10_000 + "5" + "}" * 10_000, "5", 1.0)],
-    "number of 100,000 digits": [(box("7" * 100_000), "7", 0.0), ("7" * 100_000, "7", 0.0)],
-    "gold answer of 100,000 digits": [(box("7"), "7" * 100_000, None)],
+    "boxes that are never closed": [("\\boxed{" * MANY, "5", 0.0), ("\\boxed{" * MANY + "5", "5", 0.0)],
+    "boxes in boxes": [("\\boxed{" * MANY + "5" + "}" * MANY, "5", 1.0)],
+    "number of 100,000 digits": [(box("7" * LONG), "7", 0.0), ("7" * LONG, "7", 0.0)],
+    "gold answer of 100,000 digits": [(box("7"), "7" * LONG, None)],
     "deep brackets": [
         (box("((5))"), "5", 1.0),
         (box("(" * 140 + "5" + ")" * 140), "5", 0.0),
-        (box("{" * 10_000), "5", 0.0),
+        (box("{" * MANY), "5", 0.0),
     ],
     "unbalanced LaTeX": [
         (r"\boxed{\frac{1}{2}", r"\frac{1}{2}", 0.0),
@@ -45,11 +50,7 @@ ADVERSARIAL = {
         (box("5\x00"), "5", 0.0),
     ],
     "empty": [("", "5", 0.0), (" \n", "5", 0.0), (box(""), "5", 0.0), (box(r"\,"), "5", 0.0)],
-    "100 kB of one character": [
-        (text, "5", 0.0)
-        for character in ("a", "5", "{", "}", "\\", "$", " ", "\n", "(", "^", "_", "🙂", "\x00")
-        for text in (character * 100_000, box(character * 100_000))
-    ],
+    "100 kB of one character": [(text, "5", 0.0) for text in [*LONG_TEXTS, *map(box, LONG_TEXTS)]],
     "several boxes": [
         (r"First \boxed{2}, no: \boxed{3}", "3", 1.0),
         (r"First \boxed{3}, no: \boxed{2}", "3", 0.0),

@@ -342,5 +342,9 @@ p \land q ~ p \lor q ~ q \land p ~~ \mathbb{Z}_5 ~ \mathbb{Z}_6 ~ 5 ~~ \frac{1}{
 
 def pairs(rows: str) -> list[tuple[str, str]]:
     """Gold answers, each with an answer."""
-    split = [row.split(" ~ ") for row in rows.strip().replace(" ~~ ", "\n").splitlines()]
-    return [(gold, answer) for gold, *answers in split for answer in answers]
+    pairs = []
+    lines = rows.strip().replace(" ~~ ", "\n").splitlines()
+    for line in lines:
+        gold, *answers = line.split(" ~ ")
+        pairs += [(gold, answer) for answer in answers]
+    return pairs

@@ -60,7 +60,8 @@ class TestFinalAnswer:
     def test_hostile_text_takes_linear_time(self, unit: str):
         many = unit * (100_000 // len(unit))
         rewards = (functools.partial(arithmetic_reward, solution=["=1"]), find_gym_answer)
-        for text in (many, many + "}" * len(many), r"\boxed{1}" + many + r"\boxed{2}", r"\boxed " + many + "x"):
+        closed = many + "}" * len(many)
+        for text in (many, closed, rf"\boxed{{1}}{many}\boxed{{2}}", rf"\boxed {many}x"):
             start = time.process_time()
             for reward in rewards:
                 reward([text])
@@ -85,7 +86,8 @@ MESSAGES = {
 
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_every_reward_scores_every_kind_of_message(kind: str):
-    completion, right = MESSAGES[kind], float(kind in ("text", "parts"))
-    assert accuracy_reward([completion], ["4"]) == [right]
-    assert arithmetic_reward([completion], [r"2+2=\boxed{4}"]) == [right]
+    completion = MESSAGES[kind]
+    expected = 1.0 if kind in ("text", "parts") else 0.0
+    assert accuracy_reward([completion], ["4"]) == [expected]
+    assert arithmetic_reward([completion], [r"2+2=\boxed{4}"]) == [expected]
     assert find_gym_answer([completion]) == [None]

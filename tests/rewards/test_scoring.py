@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 import scorers
 import torch
-from answers import ADVERSARIAL
+from answers import ADVERSARIAL, box
 from datasets import Dataset
 from helpers import PROMPTS, RecordingOPO, logged, make_trainer, trained, wait_until
 from invariance.launch import launch, logs
@@ -29,7 +29,7 @@ from opo_trl.rewards.errors import RewardError
 from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
 
 
-ROOTS = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,12 @@ def score(reward: IsolatedReward, fates: list[str]) -> list[float | None]:
     return reward(["…"] * len(fates), fate=fates)
 
 
-def none_alive(pids: list[int]) -> bool:
-    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"
+
+
+def none_alive(pids: Iterable[int]) -> bool:
+    return not any(map(is_alive, pids))
 
 
 # What happens to a completion
@@ -94,10 +98,8 @@ def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory(monkeypa
 
 def test_worker_gets_one_completion_and_its_columns():
     reward = IsolatedReward(scorers.seen, workers=1)
-    assert reward(["a", "bcd"], level=["Level 3"] * 2, trainer_state=object(), environments=[object()] * 2) == [
-        1.0,
-        3.0,
-    ]
+    what_trl_adds = {"trainer_state": object(), "environments": [object(), object()]}
+    assert reward(["a", "bcd"], level=["Level 3", "Level 3"], **what_trl_adds) == [1.0, 3.0]
     reward.close()
 
 
@@ -108,8 +110,10 @@ def test_workers_import_neither_torch_nor_trl():
 
 
 def fork_server() -> psutil.Process:
-    servers = psutil.Process().children()
-    return next(each for each in servers if any("opo_trl.rewards.scoring" in word for word in each.cmdline()))
+    for process in psutil.Process().children():
+        if "opo_trl.rewards.scoring" in " ".join(process.cmdline()):
+            return process
+    raise AssertionError("no fork server runs")
 
 
 def test_workers_that_a_scheduler_tells_to_end_cost_no_score(by_fate):
@@ -128,7 +132,9 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not
 
 
 def started(file: Path) -> list[int]:
-    return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+    """Ids of processes that a file holds."""
+    words = file.read_text().split() if file.exists() else []
+    return [int(word) for word in words]
 
 
 @LINUX
@@ -136,8 +142,10 @@ def started(file: Path) -> list[int]:
 def test_what_a_reward_has_started_ends_with_its_worker(tmp_path, fate):
     reward = IsolatedReward(scorers.start_processes, workers=1, timeout=2.0)
     assert reward(["…"], fate=[fate], file=[str(tmp_path / "pids")]) == [None]
-    assert len(started(tmp_path / "pids")) == (3 if fate.startswith("hang") else 6)  # a lost row is scored once more
-    wait_until(lambda: none_alive(started(tmp_path / "pids")), 10)
+    pids = started(tmp_path / "pids")
+    n_calls = 1 if fate.startswith("hang") else 2  # what loses its worker is scored once more
+    assert len(pids) == 3 * n_calls
+    wait_until(lambda: none_alive(pids), 10)
     reward.close()
 
 
@@ -148,18 +156,20 @@ def test_what_a_reward_has_started_lives_as_long_as_its_worker(tmp_path, monkeyp
     reward = IsolatedReward(scorers.start_processes, workers=1)
     assert reward(["…"], fate=["1"], file=[str(tmp_path / "pids")]) == [1.0]
     time.sleep(0.5)
-    child = psutil.Process(started(tmp_path / "pids")[0])
-    assert [none_alive([pid]) for pid in started(tmp_path / "pids")] == [False] * 3
+    pids = started(tmp_path / "pids")
+    assert [none_alive([pid]) for pid in pids] == [False] * 3
+    ancestors = psutil.Process(pids[0]).parents()
     match end:
         case "closed":
             reward.close()
         case "worn out":
             reward(["…"], fate=["1"], file=[str(tmp_path / "others")])
         case "told to end":
-            next(each for each in fork_server().children() if each in child.parents()).terminate()
+            [worker] = [process for process in fork_server().children() if process in ancestors]
+            worker.terminate()
         case "server told to end":
             fork_server().terminate()
-    wait_until(lambda: none_alive(started(tmp_path / "pids")), 10)
+    wait_until(lambda: none_alive(pids), 10)
     reward.close()
 
 
@@ -198,7 +208,8 @@ if what == "killed":
 def start(tmp_path: Path, what: str) -> subprocess.Popen:
     """A script without a `__main__` guard, as people write them."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*ROOTS, *sys.path])}
+    paths = [str(TESTS.parent), str(TESTS), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(tmp_path / "script.py"), what]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=tmp_path, env=environment, text=True, **pipes)
@@ -209,9 +220,10 @@ def test_script_is_not_imported_by_workers_and_leaves_none_behind(tmp_path):
     out, err = script.communicate(timeout=60)
     assert script.returncode == 7, err
     assert out.count("imported") == 1
-    left = [*started(tmp_path / "pids"), *(int(pid) for pid in out.split()[1:])]
-    assert len(left) >= 4
-    wait_until(lambda: none_alive(left), 10)
+    _, *workers = out.split()  # after "imported"
+    pids = started(tmp_path / "pids") + [int(pid) for pid in workers]
+    assert len(pids) >= 4
+    wait_until(lambda: none_alive(pids), 10)
 
 
 @LINUX
@@ -219,10 +231,11 @@ def test_killed_script_leaves_no_process_behind(tmp_path):
     """Neither workers that wait, nor one that hangs in native code, nor what that one has started."""
     script = start(tmp_path, "killed")
     wait_until(lambda: len(started(tmp_path / "pids")) == 3, 60)
-    left = {child.pid for child in psutil.Process(script.pid).children(recursive=True)}
-    assert left > {*started(tmp_path / "pids")}
+    pids = {child.pid for child in psutil.Process(script.pid).children(recursive=True)}
+    assert pids.issuperset(started(tmp_path / "pids"))
+    assert len(pids) > 3  # its workers, too
     script.kill()
-    wait_until(lambda: none_alive(left), 20)
+    wait_until(lambda: none_alive(pids), 20)
 
 
 def test_function_of_the_script_itself_is_rejected_with_the_fix(tmp_path):
@@ -232,12 +245,14 @@ def test_function_of_the_script_itself_is_rejected_with_the_fix(tmp_path):
     assert "reward=own is of the main script. Define it in a module of its own." in err
 
 
-def test_workers_that_cannot_start_are_an_error():
-    # Only this process has the module.
-    sys.modules["nowhere"] = module = ModuleType("nowhere")
+def test_workers_that_cannot_start_are_an_error(monkeypatch):
+    module = ModuleType("nowhere")
     exec("def reward(completions, **kwargs): ...", vars(module))
+    monkeypatch.setitem(sys.modules, "nowhere", module)  # in this process only
+    start = time.monotonic()
     with pytest.raises(RewardError, match="worker processes of reward do not start"):
         IsolatedReward(module.reward, workers=1)(["…"])
+    assert time.monotonic() - start < scoring.START_LIMIT / 2
 
 
 def test_reward_that_is_no_longer_used_ends_its_workers():
@@ -249,10 +264,11 @@ def test_reward_that_is_no_longer_used_ends_its_workers():
 
 
 def test_scores_are_right_with_the_least_memory():
-    answers = [("0.5", r"\frac{1}{2}"), (r"\{2,1\}", r"\{1,2\}"), ("(x-1)(x+1)", "x^2-1")]
     cases = [
-        *((rf"So $\boxed{{{answer}}}$.", gold, 1.0) for answer, gold in answers),
-        ADVERSARIAL["boxes in boxes"][0],
+        (box("0.5"), r"\frac{1}{2}", 1.0),
+        (box(r"\{2,1\}"), r"\{1,2\}", 1.0),
+        (box("(x-1)(x+1)"), "x^2-1", 1.0),
+        *ADVERSARIAL["boxes in boxes"],
     ]
     completions, golds, verdicts = zip(*cases, strict=True)
     # Workers may share a slow processor, so the wall-clock limit must not decide.
@@ -290,7 +306,8 @@ def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp
 
     plain = run(scorers.none_for_every_fourth_length, "plain")
     isolated = run(IsolatedReward(scorers.raise_for_every_fourth_length, workers=2), "isolated")
-    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), isolated.model.parameters(), strict=True))
+    for weight, other_weight in zip(plain.model.parameters(), isolated.model.parameters(), strict=True):
+        assert torch.equal(weight, other_weight)
     errors = [entry["reward/errors"] for entry in logged(isolated)]
     assert sum(errors) > 3
     assert all(0 < count < 8 for count in errors)
@@ -308,7 +325,8 @@ def train_with_failing_scores(model: str, folder: str) -> None:
     try:
         trainer.train()
     except RuntimeError as error:
-        (Path(folder) / f"{trainer.accelerator.process_index}.txt").write_text(str(error))
+        path = Path(folder) / f"{trainer.accelerator.process_index}.txt"
+        path.write_text(str(error))
     finally:
         reward.close()  # a forked process does not do so at exit, and would wait for its workers
 
