@@ -160,6 +160,13 @@ BREAKS = {
         replaced(f"{_TRAINER}.compute_loss", lambda self, inputs, model, **named: (inputs, model)),
         "compute_loss has another order of its parameters, inputs, model, named",
     ),
+    "an overridden method is called no more": (
+        replaced(
+            f"{_TRAINER}.compute_loss",
+            lambda self, model, inputs, return_outputs=False, num_items_in_batch=None: (model, inputs),
+        ),
+        "trl.GRPOTrainer._compute_loss is called no more (for the loss)",
+    ),
     "a function is none": (replaced("trl.trainer.utils.add_fused_lm_head", 1), "add_fused_lm_head is not a function"),
     "an entry has another name": (
         lambda patch: patch.setattr(contract, "ROLLOUT_KEYS", ("advantages", "masks")),

@@ -156,8 +156,8 @@ class FirstStep:
         self, rewards: Tensor, completion_ids: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]]
     ) -> None:
         """
-        Those over all processes, `[N, number of functions]`, as TRL has put them together, for completions of `inputs`,
-        rows of the dataset.
+        Those over all processes, `[N, number of functions]`, as TRL has put them together. `inputs` are the dataset's
+        rows of this process's completions.
         """
         n_completions = len(completion_ids)
         first = self.trainer.accelerator.process_index * n_completions

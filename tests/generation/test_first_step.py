@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from helpers import BACKEND, RecordingOPO, Script, even_tokens, make_trainer, trained
+from datasets import Dataset
+from helpers import BACKEND, PROMPTS, RecordingOPO, Script, even_tokens, make_trainer, trained
 from invariance.launch import launch, logs
 from simulated import untested_release
 from transformers import GenerationMixin
@@ -100,6 +101,40 @@ def longer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GRPOTrainer, "eos_token_ids", property(lambda self: [999], lambda *_: None), raising=False)
 
 
+def hotter(patch: pytest.MonkeyPatch) -> None:
+    generate = GenerationMixin.generate
+
+    def generated(self, *args, generation_config=None, **named):
+        generation_config.temperature = 1.5
+        return generate(self, *args, generation_config=generation_config, **named)
+
+    patch.setattr(GenerationMixin, "generate", generated)
+
+
+def other_columns(patch: pytest.MonkeyPatch) -> None:
+    """Reward functions get the columns of other rows."""
+    method = GRPOTrainer._calculate_rewards
+    patch.setattr(
+        GRPOTrainer, "_calculate_rewards", lambda self, inputs, *lists: method(self, [*reversed(inputs)], *lists)
+    )
+
+
+def fewer_repeats(trainer: Any, sampler: Any) -> Any:
+    sampler.repeat_count = 1
+    return sampler
+
+
+def tempered_reference(patch: pytest.MonkeyPatch) -> None:
+    method = GRPOTrainer._get_per_token_logps_and_entropies
+
+    def scored(self, model, *args, **named):
+        logps, *others = method(self, model, *args, **named)
+        called = model.args[0] if isinstance(model, partial) else model
+        return (0.7 * logps if called is self.ref_model else logps, *others)
+
+    patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
+
+
 def shifted(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask[:, :-1], (1, 0))
 
@@ -125,6 +160,22 @@ BREAKS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
         "rewards: reward_0 returned [",
         {},
     ),
+    "columns of rewards": (
+        other_columns,
+        "did not get the column 'number' in the order of the completions",
+        {
+            "trainer_arguments": {
+                "train_dataset": Dataset.from_dict({"prompt": PROMPTS, "number": range(len(PROMPTS))})
+            }
+        },
+    ),
+    "repeated prompts": (
+        changed("_get_train_sampler", fewer_repeats),
+        "the order of prompts: 'repeat_count' of the sampler is 1, not 8",
+        SCRIPTS["passes"],
+    ),
+    "sampling": (hotter, "the model samples at a temperature of 1.5, not 1.0", GENERATES),
+    "temperature of the reference": (tempered_reference, "the one by the reference model's logits", SCRIPTS["KL"]),
     "order of completions": (
         changed("_generate_single_turn", lambda trainer, turn: (turn[0][::-1], turn[1])),
         "prompt and completion 0 are not what the model has got and written",
@@ -143,12 +194,12 @@ BREAKS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     ),
     "log-probabilities": (
         changed("_get_per_token_logps_and_entropies", lambda trainer, made: (made[0].roll(1, dims=1), *made[1:])),
-        "log-probabilities: they are ",
+        "log-probabilities: that of a token is ",
         {},
     ),
     "temperature": (
         changed("_get_per_token_logps_and_entropies", lambda trainer, made: (0.9 * made[0], *made[1:])),
-        "log-probabilities: they are ",
+        "log-probabilities: that of a token is ",
         {},
     ),
     "reference": (
