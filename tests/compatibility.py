@@ -53,26 +53,38 @@ def requirements() -> list[str]:
     return setup["options"]["install_requires"].split()
 
 
-def resolve(*wanted: str, within: Sequence[str]) -> dict[str, str] | None:
+def resolve(*packages: str, within: Sequence[str]) -> dict[str, str] | None:
     """The version of each package that uv would install on Linux with CUDA, for Python 3.12; `None` if none fits."""
     command = ["uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "-"]
     command += ["--python-platform", "x86_64-manylinux_2_28", "--index-strategy", "unsafe-best-match"]
-    lines = "\n".join([*requirements(), *within, *wanted])
-    done = subprocess.run(command, input=lines, stdout=subprocess.PIPE, text=True)
-    found = (line.partition("==") for line in done.stdout.splitlines())
-    return {name: version.split()[0] for name, _, version in found if version} if done.returncode == 0 else None
+    lines = [*requirements(), *within, *packages]
+    process = subprocess.run(command, input="\n".join(lines), stdout=subprocess.PIPE, text=True)
+    if process.returncode != 0:
+        return None
+    versions = {}
+    for line in process.stdout.splitlines():  # such as "torch==2.11.0 ; sys_platform == 'linux'"
+        name, _, version = line.partition("==")
+        if version:
+            versions[name] = version.split()[0]
+    return versions
 
 
 def neighbours() -> None:
     """Record with which releases of other packages the declared ranges can be installed."""
-    own = [Requirement(each).name.replace("_", "-") for each in requirements()]
+    required = [Requirement(line).name.replace("_", "-") for line in requirements()]
     together = {}
     for package in PACKAGES:
-        name = re.split("[=>]", package)[0]
-        found = resolve(package, within=TESTED_RANGES)
-        together[package] = found and {each: found[each] for each in (name, *own) if each in found}
-        print(package, together[package] and together[package]["transformers"], flush=True)
-    record = {"date": date.today().isoformat(), "requirements": [*requirements(), *TESTED_RANGES], "with": together}
+        versions = resolve(package, within=TESTED_RANGES)
+        print(package, versions and versions["transformers"], flush=True)
+        together[package] = None
+        if versions:
+            recorded = (re.split("[=>]", package)[0], *required)
+            together[package] = {name: versions[name] for name in recorded if name in versions}
+    record = {
+        "date": date.today().isoformat(),
+        "requirements": [*requirements(), *TESTED_RANGES],
+        "with": together,
+    }
     NEIGHBOURS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
@@ -91,9 +103,9 @@ def run(releases: str) -> tuple[str, str, bool]:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 
         def output(*command: str) -> tuple[int, list[str]]:
-            done = subprocess.run([python, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-            print(done.stdout, file=sys.stderr, flush=True)
-            return done.returncode, done.stdout.splitlines()
+            process = subprocess.run([python, *command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+            print(process.stdout, file=sys.stderr, flush=True)
+            return process.returncode, process.stdout.splitlines()
 
         status, lines = output("-W", "ignore", "-c", VERDICT)
         verdict, is_tested = lines[-1].split() if status == 0 else ("breaks", "False")
@@ -114,10 +126,12 @@ def main() -> int:
         return 0
     print("| releases | contract | tests | newest vLLM |", "| --- | --- | --- | --- |", sep="\n", flush=True)
     are_right = []
-    for releases in [" ".join(sys.argv[1:])] if sys.argv[1:] else ENVIRONMENTS:
+    environments = [" ".join(sys.argv[1:])] if sys.argv[1:] else ENVIRONMENTS
+    for releases in environments:
         verdict, ended, is_right = run(releases)
-        beside = resolve("vllm>=0.30", within=releases.split()) if verdict != "breaks" else None
-        print(f"| {releases} | {verdict} | {ended} | {beside['vllm'] if beside else '–'} |", flush=True)
+        versions = resolve("vllm>=0.30", within=releases.split()) if verdict != "breaks" else None
+        newest_vllm = versions["vllm"] if versions else "–"
+        print(f"| {releases} | {verdict} | {ended} | {newest_vllm} |", flush=True)
         are_right.append(is_right)
     return 0 if all(are_right) else 1
 

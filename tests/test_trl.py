@@ -27,6 +27,7 @@ import trl
 from helpers import environment, make_trainer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from simulated import LATER, SHIFTED, simulate
 from trl import GRPOConfig, GRPOTrainer
 
@@ -63,21 +64,23 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
 
 def test_imports_from_inside_the_libraries_are_listed():
     inside = ("trl.", "transformers.", "accelerate.")
-    imported = {
-        f"{node.module}.{alias.name}"
-        for _, node in nodes()
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(inside) and not node.level
-        for alias in node.names
-    }
-    public = {name for name in imported if name.count(".") == 1 and not name.startswith("trl.")}
+    imported = set()
+    for _, node in nodes():
+        if isinstance(node, ast.ImportFrom) and not node.level and f"{node.module}.".startswith(inside):
+            imported.update(f"{node.module}.{alias.name}" for alias in node.names)
+    from_the_top = {name for name in imported if name.count(".") == 1}
+    public = {name for name in from_the_top if not name.startswith("trl.")}
     modules = {name for name in imported if inspect.ismodule(resolve_name(name))}
     owners = {need.owner for need in contract.needs()}
-    assert imported - public - modules - owners <= {need.path for need in contract.needs()}
+    listed = {need.path for need in contract.needs()}
+    assert imported - public - modules - owners - listed == set()
 
 
 def set_or_defined(owner: type) -> set[str]:
     """Names in the body of a class and of those above it, and attributes that their methods assign."""
-    names = {name for base in inspect.getmro(owner) if base is not object for name in vars(base)}
+    names: set[str] = set()
+    for base in inspect.getmro(owner):
+        names.update(() if base is object else vars(base))
     for code in contract._codes_of_methods(owner):
         names.update(step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR")
     return names
@@ -97,21 +100,26 @@ def test_attributes_of_trainer_and_configuration_are_listed(owner, file, holders
         is_own = name == file
         if isinstance(node, ast.Attribute):
             holder = ast.unparse(node.value)
-            used.update([node.attr] if holder in holders or (is_own and holder == "self") else ())
+            if holder in holders or (is_own and holder == "self"):
+                used.add(node.attr)
         elif isinstance(node, ast.FunctionDef) and is_own:
             used.add(node.name)
-    missing = (used & set_or_defined(owner)) - {need.name for need in contract.needs()}
-    assert {name for name in missing if not name.startswith("__")} == set()
+    listed = {need.name for need in contract.needs()}
+    missing = used & set_or_defined(owner) - listed
+    assert [name for name in missing if not name.startswith("__")] == []
 
 
 def test_record_is_of_the_declared_ranges():
     """The oldest, the newest, and all minor releases of Transformers between them."""
     releases = json.loads(contract.RECORD.read_text(encoding="utf-8"))["releases"]
-    recorded = [dict(part.split(" ") for part in release.split(", ")) for release in releases]
-    for name in ("trl", "transformers", "accelerate"):
-        assert all(release[name] in SpecifierSet(TESTED[name]) for release in recorded)
-    minors = [int(release["transformers"].split(".")[1]) for release in recorded]
-    assert minors == [*range(minors[0], minors[-1] + 1)]
+    minors = []
+    for release in releases:  # such as "trl 1.16.0, transformers 5.17.0, accelerate 1.13.0"
+        versions = dict(part.split(" ") for part in release.split(", "))
+        for name in ("trl", "transformers", "accelerate"):
+            assert versions[name] in SpecifierSet(TESTED[name])
+        minors.append(Version(versions["transformers"]).minor)
+    every_minor = range(minors[0], minors[-1] + 1)
+    assert minors == [*every_minor]
     tested = SpecifierSet(TESTED["transformers"])
     assert f"5.{minors[0] - 1}.9" not in tested
     assert f"5.{minors[-1] + 1}.0" not in tested
@@ -121,7 +129,8 @@ def test_record_is_of_the_declared_ranges():
 
 
 def without(name: str) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.delattr(resolve_name(name.rpartition(".")[0]), name.rpartition(".")[2])
+    owner, _, attribute = name.rpartition(".")
+    return lambda patch: patch.delattr(resolve_name(owner), attribute)
 
 
 def replaced(path: str, function: Callable) -> Callable[[pytest.MonkeyPatch], None]:
@@ -254,15 +263,16 @@ def run(release: Path, *command: object) -> tuple[int, str]:
     env = environment(Path(__file__).parent)
     env["PYTHONPATH"] = os.pathsep.join([str(release), env["PYTHONPATH"]])
     python = [sys.executable, *map(str, command)]
-    done = subprocess.run(python, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
-    return done.returncode, done.stdout
+    process = subprocess.run(python, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
+    return process.returncode, process.stdout
 
 
 def test_simulated_later_release_trains_with_notes(tmp_path):
     """By the command, which starts a process that trains: only that one notes what differs."""
     command = ["-m", "opo_trl.command.cli", "train", "recipes/arithmetic/opo.yaml", "--output_dir", tmp_path / "run"]
     small = ["--max_steps", 2, "--report_size", 4, "--validation_size", 4]
-    status, output = run(simulate(tmp_path / "simulated", edits=LATER), *command, *small)
+    release = simulate(tmp_path / "simulated", edits=LATER)
+    status, output = run(release, *command, *small)
     assert status == 0, output
     for note in (
         "opo_trl is tested with trl>=1.16,<1.17, not with 1.17.0. It checks a run's first rollout and optimizer step.",
@@ -272,7 +282,8 @@ def test_simulated_later_release_trains_with_notes(tmp_path):
         "A rollout has an entry 'sampling_mask' that opo_trl does not read. It travels with its samples.",
     ):
         assert output.count(note) == 1, output
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["optimizer_steps"] == 2
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    assert json.loads(summary)["optimizer_steps"] == 2
 
 
 SCRIPT = """
@@ -284,10 +295,11 @@ make_trainer(sys.argv[1], sys.argv[2]).train()
 
 
 def test_simulated_release_that_breaks_ends_in_the_first_rollout(tiny_model, tmp_path):
-    status, output = run(simulate(tmp_path / "simulated", edits=SHIFTED), "-c", SCRIPT, tiny_model, tmp_path / "run")
+    release = simulate(tmp_path / "simulated", edits=SHIFTED)
+    status, output = run(release, "-c", SCRIPT, tiny_model, tmp_path / "run")
     assert status == 1
-    said = "RuntimeError: With trl 1.17.0, OPO would train something else: tokens and masks: the mask of completion 0"
-    assert said in output
+    message = "With trl 1.17.0, OPO would train something else: tokens and masks: the mask of completion 0"
+    assert f"RuntimeError: {message}" in output
 
 
 OLD = """
@@ -305,7 +317,8 @@ assert main(["train", "recipes/arithmetic/opo.yaml"]) == 2
 
 def test_release_that_breaks_is_named_before_its_names_are_missed(tmp_path):
     gone = {"trainer/grpo_trainer.py": [("    def get_off_policy_mask(", "    def off_policy_mask(")]}
-    status, output = run(simulate(tmp_path / "simulated", number="1.14.9", edits=gone), "-c", OLD)
+    release = simulate(tmp_path / "simulated", number="1.14.9", edits=gone)
+    status, output = run(release, "-c", OLD)
     named = [line for line in output.splitlines() if "trl.GRPOTrainer.get_off_policy_mask is missing" in line]
     assert (status, len(named)) == (0, 5), output
     assert all("Run `pip install 'trl>=1.16,<1.17'`." in line for line in named)
@@ -331,8 +344,10 @@ assert main(["diagnose", "{run}"]) in (0, 1)
 
 
 def test_what_reads_runs_needs_no_trl(tmp_path):
-    run = shutil.copytree(ROOT / "benchmarks" / "evidence" / "experiment1" / "grpo" / "seed-1", tmp_path / "run")
-    (run / "log.jsonl").write_bytes(gzip.decompress((run / "log.jsonl.gz").read_bytes()))
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "benchmarks/evidence/experiment1/grpo/seed-1", run)
+    zipped = (run / "log.jsonl.gz").read_bytes()
+    (run / "log.jsonl").write_bytes(gzip.decompress(zipped))
     subprocess.run([sys.executable, "-c", WITHOUT.format(run=run)], check=True, cwd=ROOT)
 
 

@@ -31,6 +31,8 @@ from ..updates import padding
 logger = get_logger(__name__)
 
 Tokens = list[int]
+Tokenizer = Callable[[list[Any]], tuple[list[Tokens], ...]]
+LogpFunction = Callable[..., tuple[Tensor, ...]]
 
 _LONGEST = 24  # tokens of a prompt and of a completion whose logits are computed
 _CHECKED_COMPLETIONS = 4  # of which logits are computed
@@ -185,7 +187,7 @@ class FirstStep:
         rollout: Mapping[str, Any],
         rewards: Tensor,
         completion_ids: list[Tokens],
-        tokenize: Callable[[list[Any]], tuple[Any, ...]],
+        tokenize: Tokenizer,
     ) -> None:
         """
         A rollout of TRL, with the rewards over all processes, and the tokens of this process's completions.
@@ -221,7 +223,7 @@ class FirstStep:
             needed.update(("importance_sampling_ratio", "sampling_per_token_logps"))
         return needed
 
-    def _prompt_problems(self, inputs: Sequence[Mapping[str, Any]], tokenize: Callable[..., Any]) -> Iterator[str]:
+    def _prompt_problems(self, inputs: Sequence[Mapping[str, Any]], tokenize: Tokenizer) -> Iterator[str]:
         trainer = self.trainer
         if trainer.environment_factories is not None or {"image", "images"} & inputs[0].keys():
             return  # they are changed before they are tokenized
@@ -257,12 +259,14 @@ class FirstStep:
         ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
         counts = int(not trainer.mask_truncated_completions or completion[-1] in ends)
         mask = rollout["completion_mask"][index].tolist()
-        if mask != [counts] * length + [0] * (len(mask) - length):
+        right_padding = [0] * (len(mask) - length)
+        if mask != [counts] * length + right_padding:
             yield f"the mask of completion {index}, of {length} tokens, is {mask}"
-        if rollout["completion_ids"][index].tolist()[:length] != [*completion]:
+        tokens = rollout["completion_ids"][index, :length].tolist()
+        if tokens != [*completion]:
             yield f"the tokens of completion {index} are not those that were generated"
         if tool_mask is not None:
-            mask_of_trl = rollout["tool_mask"][index].tolist()[:length]
+            mask_of_trl = rollout["tool_mask"][index, :length].tolist()
             if mask_of_trl != [counts * entry for entry in tool_mask]:
                 yield f"the mask of tool output in completion {index} is {mask_of_trl}"
 
@@ -306,7 +310,7 @@ class FirstStep:
             if not is_close:
                 yield f"that of completion {index} is {advantage:.6g}, but the rewards say {expected:.6g}"
 
-    def check_logps(self, samples: Mapping[str, Any], logps_of_trl: Callable[..., Any], *, is_padded: bool) -> None:
+    def check_logps(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, *, is_padded: bool) -> None:
         """
         Log-probabilities of the longest completions of some samples, from their logits: of the policy, and of a
         reference that is a model of its own. All processes make as many passes.
@@ -321,25 +325,21 @@ class FirstStep:
             )
 
     @torch.no_grad()
-    def _logp_problems(
-        self, samples: Mapping[str, Any], logps_of_trl: Callable[..., Any], n_padding: int
-    ) -> Iterator[str]:
+    def _logp_problems(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, n_padding: int) -> Iterator[str]:
         trainer = self.trainer
         models = {"the model": trainer.model}
         if trainer.beta and trainer.ref_model is not None:
             models["the reference model"] = trainer.ref_model
         lengths = samples["completion_mask"].sum(dim=1)
         for place in lengths.argsort(descending=True)[:_CHECKED_COMPLETIONS].tolist():
-            prompt_mask = samples["prompt_mask"][place].bool()
-            prompt = samples["prompt_ids"][place][prompt_mask][-_LONGEST:]
-            completion_mask = samples["completion_mask"][place].bool()
-            completion = samples["completion_ids"][place][completion_mask][:_LONGEST]
+            prompt = _without_padding(samples, "prompt", place)[-_LONGEST:]
+            completion = _without_padding(samples, "completion", place)[:_LONGEST]
             for name, model in models.items():
                 problems = self._logp_problems_of(model, prompt, completion, logps_of_trl, n_padding)
                 yield from (f"{problem}{name}'s logits" for problem in problems)
 
     def _logp_problems_of(
-        self, model: Any, prompt: Tensor, completion: Tensor, logps_of_trl: Callable[..., Any], n_padding: int
+        self, model: Any, prompt: Tensor, completion: Tensor, logps_of_trl: LogpFunction, n_padding: int
     ) -> Iterator[str]:
         """Of the tokens of a completion; what is found is the beginning of a sentence."""
         trainer = self.trainer
@@ -412,8 +412,15 @@ def _problems_of_prompt(rollout: Mapping[str, Any], index: int, prompt: Tokens) 
     n_padding = len(mask) - length
     if mask != [0] * n_padding + [1] * length:
         yield f"the mask of prompt {index}, of {length} tokens, is {mask}"
-    if rollout["prompt_ids"][index].tolist()[n_padding:] != [*prompt]:
+    tokens = rollout["prompt_ids"][index, n_padding:].tolist()
+    if tokens != [*prompt]:
         yield f"the tokens of prompt {index} are not those that were generated from"
+
+
+def _without_padding(samples: Mapping[str, Any], text: str, index: int) -> Tensor:
+    """Tokens of a `prompt` or `completion` that are not masked."""
+    mask = samples[f"{text}_mask"][index].bool()
+    return samples[f"{text}_ids"][index][mask]
 
 
 def _overridden(trainer: Any) -> set[str]:
@@ -450,8 +457,10 @@ def advantages_of(rewards: Tensor, weights: Tensor, num_generations: int, *, sca
     else:
         sums = (rewards * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
         advantages = _centred(sums, num_generations)
-        if scale != "none":
-            advantages = advantages / _spread(sums, num_generations if scale == "group" else len(sums))
+        if scale == "group":
+            advantages = advantages / _spread(sums, num_generations)
+        elif scale == "batch":
+            advantages = advantages / _spread(sums, len(sums))
     return advantages.nan_to_num()
 
 
@@ -464,7 +473,7 @@ def _centred(values: Tensor, group: int) -> Tensor:
 
 def _spread(values: Tensor, group: int) -> Tensor:
     """For each value, the standard deviation of its group, with 1e-4 added."""
-    counts = (~values.isnan()).view(-1, group).sum(dim=1)
-    squares = _centred(values, group).square().view(-1, group)
-    variance = squares.nansum(dim=1) / (counts - 1)
+    is_scored = ~values.isnan().view(-1, group)
+    squares = _centred(values, group).view(-1, group).square()
+    variance = squares.nansum(dim=1) / (is_scored.sum(dim=1) - 1)
     return variance.sqrt().repeat_interleave(group) + 1e-4

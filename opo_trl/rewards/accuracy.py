@@ -338,7 +338,8 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
     """
     if gold == answer or not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return True
-    gold, answer = gold.doit(), answer.doit()
+    gold = gold.doit()
+    answer = answer.doit()
     if not (gold.is_number and answer.is_number):
         return True
     if gold.is_Rational and answer.is_Rational:

@@ -18,11 +18,11 @@ Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Sample:
+class Completion:
     """A completion: its tokens, which of them count in the loss, and a reward of each function or `None`."""
 
     prompt: list[int]
-    completion: list[int]
+    tokens: list[int]
     counts: list[bool]
     rewards: list[float | None]
 
@@ -36,9 +36,9 @@ class Sample:
         return torch.tensor(self.counts)
 
 
-def chosen(logps: Tensor, sample: Sample) -> Tensor:
+def chosen(logps: Tensor, completion: Completion) -> Tensor:
     """Of log-probabilities `[T, V]`, those of the completion's tokens, `[T]`."""
-    return logps.gather(1, torch.tensor(sample.completion)[:, None]).squeeze(1)
+    return logps.gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
 
 
 def entropy(logps: Tensor) -> Tensor:
@@ -46,16 +46,29 @@ def entropy(logps: Tensor) -> Tensor:
     return -(logps.exp() * logps).sum(dim=1)
 
 
-class Reference:
-    """What a rollout's samples, in complete groups, say of all that is computed from them; `args` are a trainer's."""
+def _truncated_ratio(log_ratios: Tensor, largest: float) -> Tensor:
+    """Ratio of a completion's probabilities, at most the largest, without a gradient."""
+    ratio = log_ratios.detach().sum().exp()
+    return ratio.clamp(max=largest)
 
-    def __init__(self, model: torch.nn.Module, args: Any, objective: str, samples: Sequence[Sample]):
+
+class Reference:
+    """
+    What a rollout's completions, in complete groups, say of all that is computed from them.
+
+    `args` are those of a trainer; the `objective` is one of `opo`, `topr`, `grpo` and `dapo`.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: Any, objective: str, completions: Sequence[Completion]):
         self.model = model
         self.args = args
         self.objective = objective
-        self.samples = samples
-        rewards = torch.stack([sample.reward_values() for sample in samples])
-        weights = torch.tensor(args.reward_weights or [1.0] * rewards.size(1), dtype=torch.float64)
+        self.completions = completions
+        rewards = torch.stack([completion.reward_values() for completion in completions])
+        if args.reward_weights is None:
+            weights = torch.ones(rewards.size(1), dtype=torch.float64)
+        else:
+            weights = torch.tensor(args.reward_weights, dtype=torch.float64)
         self.advantages = advantages_of(
             rewards,
             weights,
@@ -63,70 +76,74 @@ class Reference:
             scale=args.scale_rewards,
             aggregation=args.multi_objective_aggregation,
         )
-        lengths = torch.tensor([sum(sample.counts) for sample in samples], dtype=torch.float64)
+        lengths = torch.tensor([sum(completion.counts) for completion in completions], dtype=torch.float64)
         is_unscored = rewards.isnan().all(dim=1)
         self.valid = (lengths > 0) & ~is_unscored
         # A sum over tokens is divided by the mean length: of all completions for DAPO, of those that train for OPO.
         lengths_in_mean = lengths if objective == "dapo" else lengths[self.valid]
         self.mean_length = lengths_in_mean.mean()
 
-    def logps(self, weights: Weights, sample: Sample) -> Tensor:
+    def logps(self, weights: Weights, completion: Completion) -> Tensor:
         """Log-probabilities of every token of the vocabulary, at the place of each token of a completion."""
         exact = {name: weight.double() for name, weight in weights.items()}
-        tokens = torch.tensor([sample.prompt + sample.completion])
+        tokens = torch.tensor([completion.prompt + completion.tokens])
         logits = torch.func.functional_call(self.model, exact, (tokens,)).logits[0]
-        of_completion = logits[len(sample.prompt) - 1 : -1]  # those after a token are of the next one
+        of_completion = logits[len(completion.prompt) - 1 : -1]  # those after a token are of the next one
         return (of_completion / self.args.temperature).log_softmax(dim=-1)
 
     def surprise(self, behaviour: Weights) -> float:
         """
-        How much less likely the completions are than samples of the behaviour policy, in standard deviations: −log p
-        of a sampled token is its entropy in the mean, and the differences add up as those of independent numbers.
+        How much less likely the completions are than those that the behaviour policy samples, in standard deviations.
+
+        −log p of a sampled token is its entropy in the mean, and differences add up as those of independent numbers.
         """
         difference = 0.0
         variance = 0.0
-        for sample in self.samples:
-            logps = self.logps(behaviour, sample)
+        for completion in self.completions:
+            logps = self.logps(behaviour, completion)
             mean = entropy(logps)
             second_moment = (logps.exp() * logps.square()).sum(dim=1)
-            excess = -chosen(logps, sample) - mean
+            excess = -chosen(logps, completion) - mean
             difference += excess.sum().item()
             variance += (second_moment - mean.square()).sum().item()
         return difference / math.sqrt(variance)
 
     def gradient(self, policy: Weights, behaviour: Weights, initial: Weights) -> dict[str, Tensor]:
         """
-        Gradient of an optimizer step over all samples, in the weights of the `policy`; the `behaviour` policy wrote
-        them, and the `initial` one is the reference.
+        Gradient of an optimizer step over all completions, in the weights of the `policy`.
+
+        The `behaviour` policy wrote them, and the `initial` one is the reference.
         """
         weights = {name: weight.double().requires_grad_() for name, weight in policy.items()}
         losses = []
         with torch.no_grad():
-            of_behaviour = [self.logps(behaviour, sample) for sample in self.samples]
+            of_behaviour = [self.logps(behaviour, completion) for completion in self.completions]
         lowest_entropy = self._lowest_entropy_that_steers([entropy(logps) for logps in of_behaviour])
         for index in self.valid.nonzero().flatten().tolist():
-            sample = self.samples[index]
-            counted = sample.counted()
-            of_vocabulary = self.logps(weights, sample)
-            logps = chosen(of_vocabulary, sample)
-            log_ratios = (logps - chosen(of_behaviour[index], sample))[counted]
+            completion = self.completions[index]
+            counted = completion.counted()
+            of_vocabulary = self.logps(weights, completion)
+            logps = chosen(of_vocabulary, completion)
+            log_ratios = (logps - chosen(of_behaviour[index], completion))[counted]
             steers = entropy(of_behaviour[index])[counted] >= lowest_entropy
             loss = self._loss(log_ratios, steers, index)
             if self.args.beta:
                 with torch.no_grad():
-                    of_reference = chosen(self.logps(initial, sample), sample)
+                    of_reference = chosen(self.logps(initial, completion), completion)
                 distance = (of_reference - logps)[counted]
                 kl = (distance.exp() - 1 - distance) * log_ratios.exp()
                 loss = loss + self.args.beta * kl.mean()
             mean_entropy = entropy(of_vocabulary)[counted].mean()
             losses.append(loss - self.args.entropy_coef * mean_entropy)
-        total = torch.stack(losses).sum() / len(self.samples)
+        total = torch.stack(losses).sum() / len(self.completions)
         gradients = torch.autograd.grad(total, [*weights.values()], allow_unused=True, materialize_grads=True)
         return dict(zip(weights, gradients, strict=True))
 
     def _lowest_entropy_that_steers(self, entropies: list[Tensor]) -> Tensor:
         """Only the ratios of the tokens of the highest entropies count (`top_entropy_quantile`): from this one on."""
-        counted = [values[sample.counted()] for values, sample in zip(entropies, self.samples, strict=True)]
+        counted = [
+            values[completion.counted()] for values, completion in zip(entropies, self.completions, strict=True)
+        ]
         return torch.cat(counted).quantile(1 - self.args.top_entropy_quantile)
 
     def _loss(self, log_ratios: Tensor, steers: Tensor, index: int) -> Tensor:
@@ -156,20 +173,22 @@ class Reference:
         elif is_far:
             weight = 0.0
         else:
-            weight = log_ratios.detach().sum().exp().clamp(max=1.0)
+            weight = _truncated_ratio(log_ratios, 1.0)
         push = self.advantages[index] - self._mean_of_group(self.advantages, index)
         return -weight * push * log_ratios.sum() / self.mean_length
 
     def _opo_loss(self, log_ratios: Tensor, index: int) -> Tensor:
         mu = self.args.mu
-        weight = log_ratios.detach().sum().exp().clamp(max=2.0)
-        escort = ((1 - self.args.alpha) * self.advantages / self.args.escort_temperature).exp()
-        target = (escort[index] / self._mean_of_group(escort, index) - 1) / mu
+        weight = _truncated_ratio(log_ratios, 2.0)
+        exponent = (1 - self.args.alpha) / self.args.escort_temperature
+        escort = (exponent * self.advantages).exp()
+        relative_escort = escort[index] / self._mean_of_group(escort, index)
+        target = (relative_escort - 1) / mu
         slope = mu * (weight - 1 - target)
         return weight * slope * log_ratios.sum() / self.mean_length
 
     def _mean_of_group(self, values: Tensor, index: int) -> Tensor:
-        """Mean of a value over the valid samples of this sample's group."""
+        """Mean of a value over the valid completions of this completion's group."""
         first = index - index % self.args.num_generations
         group = slice(first, first + self.args.num_generations)
         return values[group][self.valid[group]].mean()

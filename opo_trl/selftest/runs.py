@@ -28,7 +28,7 @@ from ..data.arithmetic import base_model_path, make_problems
 from ..generation.first_step import FirstStep
 from ..trainer import OPOTrainer
 from ..trl import TESTED
-from .reference import Reference, Sample, Weights, chosen
+from .reference import Completion, Reference, Weights, chosen
 
 
 NOT_SEEN = "vLLM, GPUs, several processes, sharding, half precision, adapters, images, tools and environments"
@@ -243,7 +243,7 @@ def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None
     ).record()
     train(trainer)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{_MODEL}", dtype=torch.float64).eval()
-    references = [Reference(model, args, name, samples_of(trainer, rollout)) for _, rollout in trainer.rollouts]
+    references = [Reference(model, args, name, completions_of(trainer, rollout)) for _, rollout in trainer.rollouts]
     compare_rollouts(report, title, trainer, references)
     compare_steps(report, title, trainer, references)
 
@@ -253,7 +253,7 @@ def compare_rollouts(report: Report, title: str, trainer: Any, references: list[
     errors: dict[str, list[float]] = {}  # of each quantity, those of all rollouts
     are_grouped = True
     for (policy, rollout), reference in zip(trainer.rollouts, references, strict=True):
-        are_grouped &= has_four_groups(trainer, reference.samples)
+        are_grouped &= has_four_groups(trainer, reference.completions)
         for name, error in errors_of_rollout(trainer, policy, rollout, reference).items():
             errors.setdefault(name, []).append(error)
     report.line(f"{title}: 4 completions of each of 4 prompts", is_right=are_grouped)
@@ -261,9 +261,9 @@ def compare_rollouts(report: Report, title: str, trainer: Any, references: list[
         report.number(f"{title}: {name}", torch.tensor(errors_of_quantity).max().item())  # NaN if one of them is
 
 
-def has_four_groups(trainer: Any, samples: Sequence[Sample]) -> bool:
+def has_four_groups(trainer: Any, completions: Sequence[Completion]) -> bool:
     """Whether 16 completions are four of each of four prompts, one after the other, and of the dataset."""
-    texts = [trainer.processing_class.decode(sample.prompt) for sample in samples]
+    texts = [trainer.processing_class.decode(completion.prompt) for completion in completions]
     known_texts = {*prompts()["prompt"]}
     if len(texts) != 16 or not known_texts.issuperset(texts):
         return False
@@ -278,8 +278,9 @@ def errors_of_rollout(
     differences = (rollout["advantages"] - reference.advantages).abs()
     errors = {"advantages": differences.max().item()}
     if "num_items_in_batch" in rollout:
-        n_tokens = sum(sum(sample.counts) for sample in reference.samples)
-        errors["number of tokens that count"] = abs(int(rollout["num_items_in_batch"]) - n_tokens)
+        n_tokens = sum(sum(completion.counts) for completion in reference.completions)
+        of_trl = int(rollout["num_items_in_batch"])
+        errors["number of tokens that count"] = abs(of_trl - n_tokens)
     if "old_per_token_logps" in rollout:
         errors[_OLD] = largest_difference(rollout["old_per_token_logps"], reference, policy)
     if "ref_per_token_logps" in rollout:
@@ -303,9 +304,9 @@ def compare_steps(report: Report, title: str, trainer: Any, references: list[Ref
     report.number(f"{title}: weights after step 1", relative_error(after_step, expected))
 
 
-def samples_of(trainer: Any, rollout: dict[str, Any]) -> list[Sample]:
-    """The samples of a rollout, by its tokens and masks, with rewards that are computed from them here."""
-    samples = []
+def completions_of(trainer: Any, rollout: dict[str, Any]) -> list[Completion]:
+    """The completions of a rollout, by its tokens and masks, with rewards that are computed from them here."""
+    completions = []
     for index, prompt in enumerate(rollout["prompt_ids"]):
         prompt_mask = rollout["prompt_mask"][index].bool()
         prompt_ids = prompt[prompt_mask].tolist()
@@ -315,21 +316,22 @@ def samples_of(trainer: Any, rollout: dict[str, Any]) -> list[Sample]:
         counted = mask
         if "tool_mask" in rollout:
             counted = mask & rollout["tool_mask"][index].bool()
-        completion_ids = rollout["completion_ids"][index][:length].tolist()
+        completion_ids = rollout["completion_ids"][index, :length].tolist()
         text = trainer.processing_class.decode(prompt_ids)
         [reward] = even_tokens([completion_ids])
         [other_reward] = asyncio.run(prompt_and_first_token([len(text)], [completion_ids]))
-        samples.append(Sample(prompt_ids, completion_ids, counted[:length].tolist(), [reward, other_reward]))
-    return samples
+        counts = counted[:length].tolist()
+        completions.append(Completion(prompt_ids, completion_ids, counts, [reward, other_reward]))
+    return completions
 
 
 def largest_difference(logps: Tensor, reference: Reference, weights: Weights) -> float:
     """Of log-probabilities `[B, T]` of a rollout's tokens, among those that count; NaN if one is NaN."""
     differences = []
-    for logps_of_completion, sample in zip(logps, reference.samples, strict=True):
-        exact = chosen(reference.logps(weights, sample), sample)
+    for logps_of_completion, completion in zip(logps, reference.completions, strict=True):
+        exact = chosen(reference.logps(weights, completion), completion)
         difference = (logps_of_completion[: len(exact)] - exact).abs()
-        differences.append(difference[sample.counted()])
+        differences.append(difference[completion.counted()])
     return torch.cat(differences).max().item()
 
 

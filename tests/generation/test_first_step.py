@@ -43,7 +43,7 @@ SCRIPTS = {
 }
 
 
-def made_with(model: str, folder: Path, options: dict[str, Any]) -> Any:
+def trainer_with(model: str, folder: Path, options: dict[str, Any]) -> Any:
     """A trainer with one of these options and a script of its own."""
     script = options.get("script", Script)()
     return make_trainer(model, folder, **{**options, "script": script})
@@ -85,16 +85,18 @@ def scaled_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def biased(patch: pytest.MonkeyPatch) -> None:
-    """Standard deviations over n instead of n − 1."""
+    """Standard deviations of four rewards over n instead of n − 1."""
     nanstd = grpo_trainer.nanstd
-    patch.setattr(grpo_trainer, "nanstd", lambda values, **named: nanstd(values, **named) * 0.75**0.5)
+    factor = math.sqrt(3 / 4)
+    patch.setattr(grpo_trainer, "nanstd", lambda values, **named: nanstd(values, **named) * factor)
 
 
 def longer(patch: pytest.MonkeyPatch) -> None:
     generate = GenerationMixin.generate
 
     def generated(self, *args, generation_config=None, **named):
-        generation_config.max_new_tokens, generation_config.eos_token_id = 50, None
+        generation_config.max_new_tokens = 50
+        generation_config.eos_token_id = None
         return generate(self, *args, generation_config=generation_config, **named)
 
     patch.setattr(GenerationMixin, "generate", generated)
@@ -135,31 +137,83 @@ def tempered_reference(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GRPOTrainer, "_get_per_token_logps_and_entropies", scored)
 
 
+# What entries of a rollout become.
+
+
 def shifted(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask[:, :-1], (1, 0))
 
 
+def rotated(mask: torch.Tensor) -> torch.Tensor:
+    return mask.roll(1, dims=1)
+
+
+def of_the_one_before(logps: torch.Tensor) -> torch.Tensor:
+    return logps.roll(1, dims=0)
+
+
+def in_reverse(ids: torch.Tensor) -> torch.Tensor:
+    return ids.flip(0)
+
+
+def too_large(values: torch.Tensor) -> torch.Tensor:
+    return 1.01 * values
+
+
+def one_fewer(values: torch.Tensor) -> torch.Tensor:
+    return values[1:]
+
+
+def missing(_: torch.Tensor) -> None:
+    return None
+
+
+# What methods of TRL's trainer return.
+
+
+def reversed_rewards(_: Any, rewards: torch.Tensor) -> torch.Tensor:
+    return rewards.flip(0)
+
+
+def reversed_turn(_: Any, turn: tuple) -> tuple:
+    completion_ids, logps = turn
+    return completion_ids[::-1], logps
+
+
+def shortened_turn(_: Any, turn: tuple) -> tuple:
+    completion_ids, logps = turn
+    return [ids[:-1] for ids in completion_ids], logps
+
+
+def reversed_prompts(_: Any, tokenized: tuple) -> tuple:
+    prompt_ids, *others = tokenized
+    return prompt_ids[::-1], *others
+
+
+def rotated_logps(_: Any, result: tuple) -> tuple:
+    logps, *others = result
+    return logps.roll(1, dims=1), *others
+
+
+def hotter_logps(_: Any, result: tuple) -> tuple:
+    logps, *others = result
+    return 0.9 * logps, *others
+
+
+OTHER_COMPLETION = "prompt and completion 0 are not what the model has got and written"
 BREAKS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
-    "entry": (entry("tool_mask", lambda mask: None), "entries of a rollout: 'tool_mask' is missing", SCRIPTS["masks"]),
-    "rows": (entry("advantages", lambda values: values[1:]), "'advantages' has 7 rows for 8 completions", {}),
+    "entry": (entry("tool_mask", missing), "entries of a rollout: 'tool_mask' is missing", SCRIPTS["masks"]),
+    "rows": (entry("advantages", one_fewer), "'advantages' has 7 rows for 8 completions", {}),
     "completion mask": (entry("completion_mask", shifted), "tokens and masks: the mask of completion 0, of ", {}),
-    "prompt mask": (
-        entry("prompt_mask", lambda mask: mask.roll(1, dims=1)),
-        "tokens and masks: the mask of prompt",
-        {},
-    ),
+    "prompt mask": (entry("prompt_mask", rotated), "tokens and masks: the mask of prompt", {}),
     "truncation": (entry("completion_mask", torch.ones_like), "the mask of completion", SCRIPTS["masks"]),
     "tool mask": (entry("tool_mask", torch.ones_like), "the mask of tool output in completion 1", SCRIPTS["masks"]),
-    "tokens": (entry("completion_ids", lambda ids: ids.flip(0)), "are not those that were generated", {}),
-    "advantages": (entry("advantages", lambda values: 1.01 * values), "advantages: that of completion 0 is", {}),
+    "tokens": (entry("completion_ids", in_reverse), "are not those that were generated", {}),
+    "advantages": (entry("advantages", too_large), "advantages: that of completion 0 is", {}),
     "deviations": (biased, "advantages: that of completion", {}),
     "deviations of the batch": (biased, "advantages: that of completion", SCRIPTS["scores"]),
     "deviations of each": (biased, "advantages: that of completion", SCRIPTS["scores of each"]),
-    "order of rewards": (
-        changed("_calculate_rewards", lambda trainer, rewards: rewards.flip(0)),
-        "rewards: reward_0 returned [",
-        {},
-    ),
+    "order of rewards": (changed("_calculate_rewards", reversed_rewards), "rewards: reward_0 returned [", {}),
     "columns of rewards": (
         other_columns,
         "did not get the column 'number' in the order of the completions",
@@ -176,34 +230,26 @@ BREAKS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
     ),
     "sampling": (hotter, "the model samples at a temperature of 1.5, not 1.0", GENERATES),
     "temperature of the reference": (tempered_reference, "the one by the reference model's logits", SCRIPTS["KL"]),
-    "order of completions": (
-        changed("_generate_single_turn", lambda trainer, turn: (turn[0][::-1], turn[1])),
-        "prompt and completion 0 are not what the model has got and written",
-        GENERATES,
-    ),
-    "end of completions": (
-        changed("_generate_single_turn", lambda trainer, turn: ([ids[:-1] for ids in turn[0]], turn[1])),
-        "prompt and completion 0 are not what the model has got and written",
-        GENERATES,
-    ),
+    "order of completions": (changed("_generate_single_turn", reversed_turn), OTHER_COMPLETION, GENERATES),
+    "end of completions": (changed("_generate_single_turn", shortened_turn), OTHER_COMPLETION, GENERATES),
     "longest completion": (longer, "completion 0 has 50 tokens, more than 40", GENERATES),
     "order of prompts": (
-        changed("_tokenize_prompts", lambda trainer, made: (made[0][::-1], *made[1:])),
+        changed("_tokenize_prompts", reversed_prompts),
         "prompts: the tokens of prompt 0 are those of another one",
         GENERATES,
     ),
     "log-probabilities": (
-        changed("_get_per_token_logps_and_entropies", lambda trainer, made: (made[0].roll(1, dims=1), *made[1:])),
+        changed("_get_per_token_logps_and_entropies", rotated_logps),
         "log-probabilities: that of a token is ",
         {},
     ),
     "temperature": (
-        changed("_get_per_token_logps_and_entropies", lambda trainer, made: (0.9 * made[0], *made[1:])),
+        changed("_get_per_token_logps_and_entropies", hotter_logps),
         "log-probabilities: that of a token is ",
         {},
     ),
     "reference": (
-        entry("ref_per_token_logps", lambda logps: logps.roll(1, dims=0)),
+        entry("ref_per_token_logps", of_the_one_before),
         "the reference policy: they are ",
         SCRIPTS["KL"],
     ),
@@ -213,7 +259,7 @@ BREAKS: dict[str, tuple[Callable, str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("change", "text", "options"), BREAKS.values(), ids=BREAKS)
 def test_change_of_trl_ends_the_run(change, text, options, untested, monkeypatch, tiny_model, tmp_path):
-    trainer = made_with(tiny_model, tmp_path, options)
+    trainer = trainer_with(tiny_model, tmp_path, options)
     change(monkeypatch)
     with pytest.raises(RuntimeError, match=r"With trl 1\.17\.0, OPO would train something else: ") as error:
         trainer.train()
@@ -222,17 +268,15 @@ def test_change_of_trl_ends_the_run(change, text, options, untested, monkeypatch
 
 @pytest.mark.parametrize("options", SCRIPTS.values(), ids=SCRIPTS)
 def test_checks_change_nothing(options, untested, monkeypatch, tiny_model, tmp_path):
-    made = []
-    for is_checked in (True, False):
-        trainer = made_with(tiny_model, tmp_path / str(is_checked), {"max_steps": 2, **options})
-        assert isinstance(trainer._first_step, FirstStep)
-        if not is_checked:
-            monkeypatch.setattr("opo_trl.trainer.untested", dict)
-        trainer.train()
-        assert trainer._first_step is None
-        made.append(trainer)
-    for checked, plain in zip(*(trainer.model.parameters() for trainer in made), strict=True):
-        assert torch.equal(checked, plain)
+    checked = trainer_with(tiny_model, tmp_path / "checked", {"max_steps": 2, **options})
+    assert isinstance(checked._first_step, FirstStep)
+    checked.train()
+    assert checked._first_step is None
+    plain = trainer_with(tiny_model, tmp_path / "plain", {"max_steps": 2, **options})
+    monkeypatch.setattr("opo_trl.trainer.untested", dict)
+    plain.train()
+    for weight, plain_weight in zip(checked.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(weight, plain_weight)
 
 
 class Shortened(RecordingOPO):
@@ -248,25 +292,27 @@ def test_what_a_subclass_changes_is_not_taken_for_a_fault(untested, tiny_model, 
     assert trainer.rollouts[0].completion_mask.sum() == 8 * 3
 
 
+# For rollouts of eight completions, in two groups.
 ENTRIES = {
-    "a row each": lambda n: torch.zeros(n, 3),
-    "numbers": lambda n: torch.arange(n),
-    "a number": lambda n: torch.tensor(3.0),
-    "rows of groups": lambda n: torch.zeros(n // 4, 3),
-    "a list": lambda n: [[i] for i in range(n)],
-    "another list": lambda n: ["one", "two"],
-    "a text": lambda n: "text",
-    "nothing": lambda n: None,
+    "a row each": torch.zeros(8, 3),
+    "numbers": torch.arange(8),
+    "a number": torch.tensor(3.0),
+    "rows of groups": torch.zeros(2, 3),
+    "a list": [[0], [1], [2], [3], [4], [5], [6], [7]],
+    "another list": ["one", "two"],
+    "a text": "text",
+    "nothing": None,
 }
 
 
-@pytest.mark.parametrize("make", ENTRIES.values(), ids=ENTRIES)
-def test_unknown_entries_travel_or_are_left_out_with_a_note(make, untested, monkeypatch, tiny_model, tmp_path, caplog):
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_unknown_entries_travel_or_are_left_out_with_a_note(kind, untested, monkeypatch, tiny_model, tmp_path, caplog):
     def add(trainer, rollout):
-        return rollout | {"novelty": make(len(rollout["advantages"]))}
+        assert len(rollout["advantages"]) == 8
+        return rollout | {"novelty": ENTRIES[kind]}
 
     changed("_generate_and_score_completions", add)(monkeypatch)
-    travels = make in (ENTRIES["a row each"], ENTRIES["numbers"])
+    travels = kind in ("a row each", "numbers")
     with caplog.at_level(logging.WARNING):
         trainer = trained(tiny_model, tmp_path, **GENERATES, max_sampling_rounds=2, num_iterations=2, max_steps=4)
     notes = [record.getMessage() for record in caplog.records if "novelty" in record.getMessage()]
@@ -284,16 +330,20 @@ def test_advantages_follow_the_definition():
     def of(scale: str, aggregation: str = "sum_then_normalize") -> list[float]:
         return advantages_of(rewards, weights, 3, scale=scale, aggregation=aggregation).tolist()
 
-    sums = [3.0, 5.0, 2.0, 5.5, 7.0]
-    mean, other_mean = 10 / 3, 6.25
-    centred = [3 - mean, 5 - mean, 2 - mean, 5.5 - other_mean, 7 - other_mean]
-    assert of("none") == pytest.approx([*centred, 0])
-    deviations = [statistics.stdev(sums[:3])] * 3 + [statistics.stdev(sums[3:])] * 2
-    assert of("group") == pytest.approx([c / (d + 1e-4) for c, d in zip(centred, deviations, strict=True)] + [0])
-    assert of("batch") == pytest.approx([c / (statistics.stdev(sums) + 1e-4) for c in centred] + [0])
-    columns = [[-1, 1, 0, -1 / 2**0.5, 1 / 2**0.5], [0, 0, nan, 1 / 2**0.5, -1 / 2**0.5]]
-    parts = [one + (0 if math.isnan(other) else 0.5 * other) for one, other in zip(*columns, strict=True)]
-    expected = [(part - statistics.fmean(parts)) / statistics.stdev(parts) for part in parts]
+    group, other_group = [3.0, 5.0, 2.0], [5.5, 7.0]  # weighted sums
+    centred = [value - statistics.fmean(group) for value in group]
+    other_centred = [value - statistics.fmean(other_group) for value in other_group]
+    assert of("none") == pytest.approx([*centred, *other_centred, 0])
+    deviation = statistics.stdev(group) + 1e-4
+    other_deviation = statistics.stdev(other_group) + 1e-4
+    normalized = [value / deviation for value in centred]
+    other_normalized = [value / other_deviation for value in other_centred]
+    assert of("group") == pytest.approx([*normalized, *other_normalized, 0])
+    deviation = statistics.stdev([*group, *other_group]) + 1e-4
+    assert of("batch") == pytest.approx([value / deviation for value in [*centred, *other_centred]] + [0])
+    half = math.sqrt(0.5)  # two values have normalized differences of ± √½ from their mean
+    sums = [-1, 1, 0, -half + 0.5 * half, half - 0.5 * half]  # each function normalized; the second one weighs ½
+    expected = [(value - statistics.fmean(sums)) / statistics.stdev(sums) for value in sums]
     assert of("group", "normalize_then_sum") == pytest.approx([*expected, 0], abs=1e-3)
 
 

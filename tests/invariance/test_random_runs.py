@@ -60,12 +60,16 @@ def draw_run(draw: random.Random, steps: int) -> tuple[Options, Script]:
     options["use_bias_correction_kl"] = options["beta"] > 0 and draw.random() < 0.5
     if draw.random() < 0.3:
         options |= {"mu": None, "chi2_radius": 0.5}
-    n = ROWS * options["steps_per_generation"]
-    rewards = [None if draw.random() < 0.1 else float(draw.choice([0, 1, 1, 2])) for _ in range(n)]
+    n_completions = ROWS * options["steps_per_generation"]
+    rewards = []
+    for _ in range(n_completions):
+        is_unscored = draw.random() < 0.1
+        rewards.append(None if is_unscored else float(draw.choice([0, 1, 1, 2])))
     if draw.random() < 0.5:
         rewards[:4] = [1.0] * 4  # a zero-variance group
     tools = {1: (1,)} if draw.random() < 0.5 else {}
-    return options, Script(rewards=rewards, truncated=range(2, n, 5), tool_tokens=tools, seed=draw.randrange(1000))
+    truncated = range(2, n_completions, 5)
+    return options, Script(rewards=rewards, truncated=truncated, tool_tokens=tools, seed=draw.randrange(1000))
 
 
 @functools.cache
@@ -94,34 +98,46 @@ def make(model: str, folder: Path, seed: int, *, calls: Sequence = (), **changes
 
 def error(trainer: Recording, other: dict[str, torch.Tensor]) -> float:
     """Distance of the parameters from others, relative to how far those moved."""
-    moved = distance(other, trainer.initial)
-    return distance(snapshot(trainer.model), other) / moved if moved > 1e-6 else 0.0
+    distance_moved = distance(other, trainer.initial)
+    if distance_moved <= 1e-6:
+        return 0.0
+    return distance(snapshot(trainer.model), other) / distance_moved
 
 
 def compare_in_one_process(model: str, folder: Path, seed: int) -> list[str]:
     """Train whole, unplanned and resumed; says what differs."""
     whole, script = make(model, folder / "whole", seed, save_strategy="steps", save_steps=1)
     whole.train()
-    expected, differing = snapshot(whole.model), []
+    expected = snapshot(whole.model)
+    differing = []
     unplanned = {"plan_micro_batches": False, "skip_inert_rows": False, "max_tokens_per_micro_batch": None}
     other, _ = make(model, folder / "unplanned", seed, **unplanned)
     other.train()
     if not error(other, expected) < TOLERANCE:
         differing.append(f"unplanned, by {error(other, expected):.1e}")
 
-    saved = folder / "whole" / f"checkpoint-{run_of(seed)[2]}"
-    state = torch.load(saved / "rollout_state_0.pt", weights_only=True)
-    made = json.loads(state["plain"])["numbers"]["completions_generated"]
+    _, _, step = run_of(seed)
+    checkpoint = folder / "whole" / f"checkpoint-{step}"
+    state = torch.load(checkpoint / "rollout_state_0.pt", weights_only=True)
+    numbers = json.loads(state["plain"])["numbers"]
     totals = itertools.accumulate(map(len, script.calls))
-    calls = [call for call, total in zip(script.calls, totals, strict=True) if total <= made]
-    resumed, _ = make(model, folder / "resumed", seed, calls=calls)
-    resumed.train(resume_from_checkpoint=str(saved))
-    own = snapshot(resumed.model)
-    differing += [f"resumed, {name}" for name in expected if not torch.equal(own[name], expected[name])]
-    one, two = ([without_times(entry) for entry in logged(trainer)] for trainer in (whole, resumed))
-    if json.dumps(one, sort_keys=True) != json.dumps(two, sort_keys=True):  # as text, NaN equals NaN
+    calls_before = [
+        call for call, total in zip(script.calls, totals, strict=True) if total <= numbers["completions_generated"]
+    ]
+    resumed, _ = make(model, folder / "resumed", seed, calls=calls_before)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    for name, weight in snapshot(resumed.model).items():
+        if not torch.equal(weight, expected[name]):
+            differing.append(f"resumed, {name}")
+    if log_text(whole) != log_text(resumed):
         differing.append("resumed, the log")
     return differing
+
+
+def log_text(trainer: Recording) -> str:
+    """A run's log without times as text, in which NaN equals NaN."""
+    entries = [without_times(entry) for entry in logged(trainer)]
+    return json.dumps(entries, sort_keys=True)
 
 
 def train_in_processes(model: str, folder: str, seeds: Sequence[int]) -> None:
@@ -141,7 +157,8 @@ def compare_with_two_processes(model: str, folder: Path, seeds: Sequence[int]) -
     for seed in seeds:
         trainer, _ = make(model, folder / "one", seed)
         trainer.train()
-        if not (difference := error(trainer, torch.load(folder / f"{seed}.pt"))) < TOLERANCE:
+        difference = error(trainer, torch.load(folder / f"{seed}.pt"))
+        if not difference < TOLERANCE:
             differing.append(f"seed {seed}: two processes, by {difference:.1e}")
     return differing
 
