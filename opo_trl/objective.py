@@ -63,8 +63,10 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def grouped(x: Tensor, num_generations: int) -> Tensor:
     """Reshape `[N]` to `[N // G, G]`. Raises `ValueError` if N is not a multiple of G = `num_generations`."""
     if num_generations < 1 or x.dim() != 1 or x.numel() % num_generations != 0:
-        said = f"Expected a 1-D tensor of complete groups of {num_generations=} rows, got shape {tuple(x.shape)}"
-        raise ValueError(f"{said}. Pass the rows of complete groups, group after group.")
+        raise ValueError(
+            f"Expected a 1-D tensor of complete groups of {num_generations=} rows, got shape {tuple(x.shape)}. "
+            "Pass the rows of complete groups, group after group."
+        )
     return x.view(-1, num_generations)
 
 
@@ -207,15 +209,15 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     the threshold is `(sum of the k largest − n) / k` for the largest k whose k-th entry exceeds it.
     """
     count = keep.sum(dim=1, keepdim=True)
-    kept = target.masked_fill(~keep, -torch.inf)
+    entries = target.masked_fill(~keep, -torch.inf)
     # A constant added to a row does not change its projection; below 0 no entry costs the others their digits.
-    kept = kept - kept.amax(dim=1, keepdim=True)
-    descending = kept.sort(dim=1, descending=True).values
+    entries = entries - entries.amax(dim=1, keepdim=True)
+    descending = entries.sort(dim=1, descending=True).values
     rank = torch.arange(1, target.shape[1] + 1, device=target.device, dtype=target.dtype)
     threshold = (descending.masked_fill(descending == -torch.inf, 0.0).cumsum(dim=1) - count) / rank
     # The largest entry always exceeds its threshold in exact arithmetic; clamp covers empty groups.
     support = (descending > threshold).sum(dim=1, keepdim=True).clamp(min=1)
-    projected = (kept - threshold.gather(1, support - 1)).clamp(min=0)
+    projected = (entries - threshold.gather(1, support - 1)).clamp(min=0)
     return torch.where(keep, projected - 1, 0.0)
 
 
@@ -264,7 +266,8 @@ def loss_terms(
         u = u.detach()
         weighted = weights * (1 + u) * mu * log_ratio
         return -weighted * target, weighted * u
-    return -weights * mu * target * u, weights * mu / 2 * u.square()
+    push = -weights * mu * target * u
+    return push, weights * mu / 2 * u.square()
 
 
 def coordinate(log_ratio: Tensor, ratio_form: RatioForm) -> Tensor:
@@ -462,7 +465,8 @@ class Objective:
     def loss(self, samples: Samples) -> Loss:
         """Loss of each sample of a micro-batch."""
         bound = self.args.log_ratio_clamp
-        log_ratio, weights = self.reduce(samples.sum(samples.log_ratios), samples), self.weights(samples)
+        log_ratio = self.reduce(samples.sum(samples.log_ratios), samples)
+        weights = self.weights(samples)
         clamped = log_ratio.detach().abs() > bound
         # In value, so that no exponential overflows, but not in gradient, which ends where a form says so. NaN stays.
         bounded = log_ratio.detach().clamp(-bound, bound)
@@ -495,7 +499,9 @@ class Objective:
         length = mask.sum(dim=1, keepdim=True).clamp(min=1)
         # The log-ratio of each token. Some losses bound that of a token, others that of a completion.
         distances = (1.0, 0.1, 0.01 / length)
-        log_ratios = [sign * distance for distance in distances for sign in (1, -1)] if moved else [0.0]
+        log_ratios: list[Tensor | float] = [0.0]
+        if moved:
+            log_ratios = [sign * distance for distance in distances for sign in (1, -1)]
         for log_ratio in log_ratios:
             gradient = self._gradient_at(log_ratio, target, mu, mask)
             rests = rests & (gradient == 0).all(dim=1)
@@ -529,7 +535,8 @@ class OPO(Objective):
         return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
 
     def targets(self, groups: Groups) -> Targets:
-        args, temperature = self.args, self.temperature(groups)
+        args = self.args
+        temperature = self.temperature(groups)
         correction = {"absorbed": None, "length_normalized": groups.mean_logps, "sequence": groups.logps}
         anchor = correction[args.anchor_correction]
         omega = escort_weights(
@@ -553,10 +560,12 @@ class OPO(Objective):
         if not args.adaptive_temperature:
             return args.escort_temperature
         surprise = torch.where(valid, -groups.mean_logps, 0.0).sum() / valid.sum().clamp(min=1)
-        entropy, rewards = (surprise / math.log(groups.vocab_size)).clamp(0, 1), groups.rewards[valid]
+        entropy = (surprise / math.log(groups.vocab_size)).clamp(0, 1)
         success = torch.zeros_like(entropy)
+        rewards = groups.rewards[valid]
         if len(rewards) and rewards.max() > rewards.min():
-            scaled = 2 * (rewards.mean() - rewards.min()) / (rewards.max() - rewards.min()) - 1
+            lowest, highest = rewards.min(), rewards.max()
+            scaled = 2 * (rewards.mean() - lowest) / (highest - lowest) - 1
             success = scaled.clamp(-1, 1)  # the mean may round to outside its range
         factor = 1 + 0.2 * entropy - 0.5 * (1 - entropy) * success
         return (args.escort_temperature * factor).clamp(*args.temperature_range)

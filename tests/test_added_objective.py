@@ -1,34 +1,158 @@
 """An objective of one's own, named by `objective:`, and objectives in a loop of one's own, without a trainer."""
 
+import json
+import re
+from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
+from typing import ClassVar, Literal
 
 import pytest
 import torch
-from helpers import Recording, Reference, Script, assert_step_equals, even_tokens, relative_error, trained
+import yaml
+from helpers import (
+    SMALL,
+    Recording,
+    Reference,
+    Script,
+    assert_step_equals,
+    even_tokens,
+    make_trainer,
+    relative_error,
+    trained,
+)
 from test_docs import code
 
 from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.checks.files import read_json
+from opo_trl.command.train import main
+from opo_trl.objective import Objective
 from opo_trl.objectives import objective_named
 
 
 NAME = "added_objective.Cautious"
 
 
-def test_gradient_is_that_of_its_formula(tiny_model, tmp_path):
+REUSE = {"steps_per_generation": 4, "num_iterations": 2, "max_staleness": 1, "learning_rate": 0.02}
+
+
+@pytest.mark.parametrize(("options", "factor"), [(None, 0.5), ({"factor": 2}, 2.0)])
+def test_gradient_is_that_of_its_formula_with_its_options(tiny_model, tmp_path, options, factor):
     script = Script()
     recorder = type("Recorded", (Recording, OPOTrainer), {})
-    options = {"max_steps": 8, "steps_per_generation": 4, "num_iterations": 2, "max_staleness": 1}
-    options |= {"learning_rate": 0.02, "objective": NAME}
-    trainer = trained(tiny_model, tmp_path, script=script, trainer_class=recorder, **options)
+    fields = {**REUSE, "objective": NAME, "objective_options": options, "max_steps": 8}
+    trainer = trained(tiny_model, tmp_path, script=script, trainer_class=recorder, **fields)
     reference = Reference(trainer, script)
 
-    def half_if_pushed_down(rollout, row):
-        return 0.5 if reference.drive(rollout).target[row] < 0 else 1.0
+    def weight(rollout, row):
+        return factor if reference.drive(rollout).target[row] < 0 else 1.0
 
     for k, record in enumerate(trainer.steps):
-        assert_step_equals(record, reference.step(k, row_weight=half_if_pushed_down))
+        assert_step_equals(record, reference.step(k, row_weight=weight))
     assert relative_error(trainer.steps[0].gradient, reference.step(0).gradient) > 0.1
+
+
+# Options
+
+
+class Typed(Objective):
+    """What counts as an option, by its type and value."""
+
+    clip: float = 0.4
+    rounds: int = 1
+    kind: Literal["soft", "hard"] = "soft"
+    bounds: list[float] = [0.0, 1.0]  # noqa: RUF012
+    note: str | None = None
+    _cache: dict = {}  # noqa: RUF012
+    later: torch.Tensor  # without a value
+    always: ClassVar[int] = 3
+    is_regression: bool = True  # of every objective
+
+
+TYPED = f"{Path(__file__).stem}.Typed"
+
+
+def config(**fields) -> OPOConfig:
+    return OPOConfig("unused", use_cpu=True, bf16=False, **fields)
+
+
+def test_options_are_public_attributes_with_a_type_and_a_value():
+    defaults = {"bounds": [0.0, 1.0], "clip": 0.4, "kind": "soft", "note": None, "rounds": 1}
+    args = config(objective=TYPED)
+    assert args.objective_options == defaults
+    args.objective_options["bounds"].append(2.0)
+    assert Typed.bounds == [0.0, 1.0]
+    some = config(objective=TYPED, objective_options={"clip": 1, "kind": "hard", "note": "x", "rounds": 2.0})
+    assert some.objective_options == {**defaults, "clip": 1.0, "kind": "hard", "note": "x", "rounds": 2}
+    assert type(some.objective_options["clip"]) is float
+    assert objective_named(TYPED)(some).clip == 1.0
+    again = config(objective=TYPED, objective_options=some.to_dict()["objective_options"])
+    assert again.objective_options == some.objective_options
+    assert config(objective=TYPED, objective_options="{kind: hard}").objective_options["kind"] == "hard"
+    assert config().objective_options is None
+
+
+@pytest.mark.parametrize(
+    ("objective", "options", "message"),
+    [
+        ("grpo", {"clip": 1}, "has no effect: this objective has no options. Remove `objective_options`."),
+        (TYPED, {"clop": 1}, "sets clop, but its options are bounds, clip, kind, note, rounds. Use one of these."),
+        (NAME, {"factor": -1.0}, "factor=-1.0 is not allowed. Set `factor` to a positive finite number."),
+        (NAME, {"factor": "1"}, "factor='1' is not allowed. Set `factor` to a positive finite number."),
+        (TYPED, {"clip": "1"}, "clip='1' is not allowed. Set `clip` to a number."),
+        (TYPED, {"rounds": 1.5}, "rounds=1.5 is not allowed. Set `rounds` to an integer."),
+        (TYPED, {"kind": "firm"}, "kind='firm' is not allowed. Set `kind` to one of soft, hard."),
+        (TYPED, {"bounds": 3}, "bounds=3 is not allowed. Set `bounds` to a value of type list[float]."),
+        (TYPED, {"note": 3}, "note=3 is not allowed. Set `note` to a value of type str | None."),
+    ],
+)
+def test_what_is_no_option_is_named(objective, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        config(objective=objective, objective_options=options)
+    assert str(error.value).startswith(f"objective_options={options!r} with objective={objective!r}")
+
+
+@pytest.mark.parametrize("options", [[1], "{"])
+def test_options_are_a_mapping(options):
+    with pytest.raises(
+        ValueError, match=r"^objective_options=.* is not allowed\. Set `objective_options` to a mapping"
+    ):
+        config(objective=NAME, objective_options=options)
+
+
+def test_resumed_run_keeps_its_options_within_a_rollout(tiny_model, tmp_path, caplog):
+    fields = {**REUSE, "objective": NAME, "max_staleness": 0, "save_strategy": "steps", "save_steps": 1}
+    trained(tiny_model, tmp_path, **fields, max_steps=4)
+    other = {**fields, "save_strategy": "no", "objective_options": {"factor": 0.9}}
+    trainer = make_trainer(tiny_model, tmp_path, **other, max_steps=5)
+    named = r"objective_options=\{'factor': 0\.5\}, but this run has objective_options=\{'factor': 0\.9\}"
+    with pytest.raises(ValueError, match=rf"in the middle of a rollout, and goes on with {named}"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert "The run goes on with objective_options={'factor': 0.9} in place of" in caplog.text
+
+
+def test_recipe_sets_options_and_a_run_keeps_them(tiny_model, tmp_path, capsys):
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"prompt": f"{i} + {i} ="}) + "\n" for i in range(16)))
+    folder = tmp_path / "run"
+    fields = {**SMALL, "model_name_or_path": tiny_model, "dataset_name": str(problems), "output_dir": str(folder)}
+    fields |= {"reward_funcs": ["helpers.even_tokens"], "objective": NAME, "objective_options": {"factor": 0.25}}
+    fields |= {"max_completion_length": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    fields |= {"num_generations": 4, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(fields))
+    assert main([str(recipe)]) == 0
+    assert read_json(folder / "settings.json")["objective_options"] == {"factor": 0.25}
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["objective_options"] == {"factor": 0.25}
+    assert "Cautious, factor = 0.25, " in (folder / "plan.txt").read_text()
+    capsys.readouterr()
+    more = ["--max_steps", "2", "--resume_from_checkpoint", "last"]
+    assert main([str(recipe), *more, "--objective_options", "{factor: 0.5}"]) == 2
+    assert (
+        "objective_options={'factor': 0.25} there, objective_options={'factor': 0.5} here" in capsys.readouterr().err
+    )
+    assert main([str(recipe), *more]) == 0
 
 
 # Without a trainer: the loop of docs/objectives.md, with a table of logits as the policy

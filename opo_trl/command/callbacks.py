@@ -19,11 +19,14 @@ from ..trainer import OPOTrainer
 
 def measure(trainer: OPOTrainer, data: Mapping[str, Dataset], samples: int) -> dict[str, dict[str, dict]]:
     """Accuracy on each level's problems, greedy and sampled: level → decoding → [`Evaluation.summary`]."""
-    ways: dict[Decoding, int] = {"greedy": 1, "sampled": samples}
-    return {
-        level: {way: evaluate(trainer, problems, decoding=way, samples=n).summary() for way, n in ways.items()}
-        for level, problems in data.items()
-    }
+    samples_of: dict[Decoding, int] = {"greedy": 1, "sampled": samples}
+    accuracies: dict[str, dict[str, dict]] = {}
+    for level, problems in data.items():
+        accuracies[level] = {}
+        for decoding, count in samples_of.items():
+            result = evaluate(trainer, problems, decoding=decoding, samples=count)
+            accuracies[level][decoding] = result.summary()
+    return accuracies
 
 
 class LogFile(TrainerCallback):
@@ -35,15 +38,23 @@ class LogFile(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
             for name in (LOG, COMPLETIONS):
-                # A resumed run writes what came after its checkpoint again.
-                path, step = self.folder / name, state.global_step
-                lines = read_lines(path, follow=True, bounded=False) if step else []
-                kept = [line for line in lines if line["step"] < step + (CHANGED_RATE not in line)]
-                write_lines(self.folder / name, kept)
+                write_lines(self.folder / name, self._earlier_lines(name, state.global_step))
+
+    def _earlier_lines(self, name: str, step: int) -> list[dict[str, Any]]:
+        """Lines up to the step from which a run resumes, which writes what came after its checkpoint again."""
+        if step == 0:
+            return []
+        earlier = []
+        for line in read_lines(self.folder / name, follow=True, bounded=False):
+            is_changed_rate = CHANGED_RATE in line  # which this run may change again at the same step
+            if line["step"] < step or (line["step"] == step and not is_changed_rate):
+                earlier.append(line)
+        return earlier
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
-            append_lines(self.folder / LOG, [{"step": state.global_step} | logs | {"step": state.global_step}])
+            step = {"step": state.global_step}
+            append_lines(self.folder / LOG, [step | logs | step])  # first, whatever the logs have
 
 
 _SHOWN = {"reward": "reward", "validation/accuracy": "validation", "entropy": "entropy", "grad_norm": "grad"}
@@ -59,13 +70,15 @@ class ProgressBar(ProgressCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None and args.max_completions is not None:
-            steps = math.ceil(args.max_completions / args.generation_batch_size) * args.optimizer_steps_per_rollout
-            self.training_bar.reset(total=min(state.max_steps, math.ceil(steps)))
+            rollouts = math.ceil(args.max_completions / args.generation_batch_size)
+            steps = math.ceil(rollouts * args.optimizer_steps_per_rollout)
+            self.training_bar.reset(total=min(state.max_steps, steps))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero and self.training_bar is not None:
-            shown = {label: logs[key] for key, label in _SHOWN.items() if logs.get(key) is not None}
-            self.latest |= {label: f"{value:.3f}" for label, value in shown.items()}
+            for metric, label in _SHOWN.items():
+                if logs.get(metric) is not None:
+                    self.latest[label] = f"{logs[metric]:.3f}"
             self.training_bar.set_postfix(self.latest, refresh=False)
 
 
@@ -85,8 +98,11 @@ class NewRate(TrainerCallback):
         for group in optimizer.param_groups:
             group["lr"] *= args.learning_rate / old
         schedule._last_lr = [group["lr"] for group in optimizer.param_groups]  # which the next entry logs
-        said = f"learning_rate={args.learning_rate:g} from here on, in place of {old:g}"
-        self.trainer.accelerator.print(f"{said}: the run is no longer a single trajectory.", flush=True)
+        self.trainer.accelerator.print(
+            f"learning_rate={args.learning_rate:g} from here on, in place of {old:g}: "
+            "the run is no longer a single trajectory.",
+            flush=True,
+        )
         Trainer.log(self.trainer, {CHANGED_RATE: args.learning_rate})
 
 
@@ -144,5 +160,5 @@ class Validation(TrainerCallback):
         # Not TRL's `log`, which would flush the training metrics of an unfinished logging interval.
         Trainer.log(self.trainer, metrics)
         if state.is_world_process_zero:
-            kept = result.samples[: self.kept_completions]
-            append_lines(self.folder / COMPLETIONS, [{"step": state.global_step, **sample} for sample in kept])
+            first = result.samples[: self.kept_completions]
+            append_lines(self.folder / COMPLETIONS, [{"step": state.global_step, **sample} for sample in first])

@@ -50,23 +50,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    form: Any = {"epilog": _FIRST_RUN, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    text = "Orthogonalized Policy Optimization on TRL."
-    parser = argparse.ArgumentParser(prog="opo-trl", description=text, **form)
+    parser = argparse.ArgumentParser(
+        prog="opo-trl",
+        description="Orthogonalized Policy Optimization on TRL.",
+        epilog=_FIRST_RUN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("train", help="train from a recipe, through accelerate")  # which has its own parser
     diagnose = commands.add_parser("diagnose", help="judge the log of any GRPO run, of TRL's trainer too")
-    text = "TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
-    diagnose.add_argument("run", type=Path, help=text)
+    diagnose.add_argument(
+        "run", type=Path, help="TRL's folder or trainer_state.json, or an export: .jsonl, .json, .csv"
+    )
     diagnose.add_argument("--output", type=Path, help="also write this .html file")
     report = commands.add_parser("report", help="print the report of a run, or compare several finished ones")
     report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
     report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     recipes.add_argument("recipe", nargs="?", help="recipe to copy")
-    text = "folder to copy to (default: recipes)"
-    recipes.add_argument("--output", type=Path, default=Path("recipes"), help=text)
+    recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
     commands.add_parser("selftest", help="check in minutes that the installed releases train what they are told")
     for command in (report, diagnose, recipes):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -82,7 +85,8 @@ def _run(argv: list[str]) -> int:
 
         return judge(arguments.run, arguments.output)
     elif arguments.command == "recipes":
-        print(*(copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()), sep="\n")
+        lines = copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()
+        print(*lines, sep="\n")
     elif arguments.command == "selftest":
         from .. import selftest
 
@@ -92,18 +96,22 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _described() -> list[str]:
+def _described() -> Sequence[str]:
     """Each recipe of the package with the first line of its file, which says what it does."""
-    recipes = [path for path in sorted(SHIPPED.rglob("*.yaml")) if path.parent.name != "accelerate"]
-    said = {str(path.relative_to(SHIPPED)): path.read_text(encoding="utf-8").partition("\n")[0] for path in recipes}
-    width = max(map(len, said))
-    return [f"{name:<{width}}  {line.removeprefix('# ')}" for name, line in said.items()]
+    first_lines = {}
+    for path in sorted(SHIPPED.rglob("*.yaml")):
+        if path.parent.name != "accelerate":
+            first_line, *_ = path.read_text(encoding="utf-8").split("\n", 1)
+            first_lines[str(path.relative_to(SHIPPED))] = first_line.removeprefix("# ")
+    width = max(map(len, first_lines))
+    return [f"{name:<{width}}  {line}" for name, line in first_lines.items()]
 
 
-def copy_out(name: str, output: Path) -> list[Path]:
+def copy_out(name: str, output: Path) -> Sequence[Path]:
     """Copy a recipe, and the configuration of accelerate that it names; returns the files written."""
     name = name.removeprefix("recipes/")
-    if not (recipe := SHIPPED / name).is_file():
+    recipe = SHIPPED / name
+    if not recipe.is_file():
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
     config = re.search(r"^accelerate_config: .*?(accelerate/\S+)", recipe.read_text(encoding="utf-8"), re.MULTILINE)
     written = []
@@ -129,15 +137,19 @@ def _train(argv: list[str]) -> int:
     from .recipe import launch_words, read, set_variables
     from .signals import pass_on_signals
 
-    given = read(argv)
-    set_variables(given.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
-    config_file = given.values["accelerate_config"]
-    words = [*(["--config_file", config_file] if config_file else []), *launch_words(given.launch), *given.unknown]
-    known, place = list(argv), 0
-    for word in given.unknown:  # argparse returns them in their order
-        place = known.index(word, place)
-        del known[place]
-    options = launch.launch_command_parser().parse_args([*words, "-m", "opo_trl.command.train", *known])
+    recipe = read(argv)
+    set_variables(recipe.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
+    words = [*launch_words(recipe.launch), *recipe.unknown]
+    config_file = recipe.values["accelerate_config"]
+    if config_file:
+        words = ["--config_file", config_file, *words]
+    words_of_fields = list(argv)
+    place = 0
+    for word in recipe.unknown:  # argparse returns them in their order
+        place = words_of_fields.index(word, place)
+        del words_of_fields[place]
+    training = ["-m", "opo_trl.command.train", *words_of_fields]
+    options = launch.launch_command_parser().parse_args([*words, *training])
     pass_on_signals()
     try:
         with temporarily(launch, simple_launcher=partial(_start, launch.simple_launcher, launch.multi_gpu_launcher)):
@@ -150,9 +162,11 @@ def _train(argv: list[str]) -> int:
         return 0
     if code >= 0:  # the process has said why
         return code
-    name = signal.Signals(-code).name
-    said = "opo-trl train: error: a training process was ended by"
-    print(f"{said} {name}. Continue with `--resume_from_checkpoint auto`.", file=sys.stderr)
+    print(
+        f"opo-trl train: error: a training process was ended by {signal.Signals(-code).name}. "
+        "Continue with `--resume_from_checkpoint auto`.",
+        file=sys.stderr,
+    )
     return 128 - code  # as in a shell
 
 

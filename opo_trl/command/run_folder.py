@@ -39,13 +39,19 @@ def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> di
     `values` are those of all fields.
     """
     # Each process looks for itself: how processes are connected depends on these values.
-    wanted, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
-    folder = Path(str(last_complete(output_dir) if wanted in LAST else wanted))
-    stored = {} if fault(folder) else yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE, follow=True))
-    if not stored or any(stored.get(name) != recipe.get(name) for name in (*CUT[2:], "generation_batch_size")):
+    checkpoint, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
+    folder = Path(str(last_complete(output_dir) if checkpoint in LAST else checkpoint))
+    if fault(folder):
         return {}
-    own = {**values, "processes": int(os.environ.get("WORLD_SIZE", 1))}
-    return {**fitting(load_state(folder, 0)["settings"], own), "generation_batch_size": None}
+    stored_recipe = yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE, follow=True))
+    if not stored_recipe:
+        return {}
+    for name in (*CUT[2:], "generation_batch_size"):
+        if stored_recipe.get(name) != recipe.get(name):
+            return {}
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    sizes = fitting(load_state(folder, 0)["settings"], {**values, "processes": processes})
+    return {**sizes, "generation_batch_size": None}
 
 
 def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: bool) -> str | None:
@@ -60,12 +66,16 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
     names = [*KEPT, *(name for name in settings if name.startswith("lora_"))]
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # its rate is a result
         names.append("learning_rate")
-    differing = [name for name in names if saved and saved.get(name) != settings.get(name)]
-    lines = [f"  {name}={saved.get(name)!r} there, {name}={settings.get(name)!r} here" for name in differing]
-    if lines:
-        said = f"resume_from_checkpoint={checkpoint!r} belongs to a run with other settings:"
-        fix = "Set the same values here, or start a new `output_dir` from its weights: set `model_name_or_path` to it."
-        raise ValueError("\n".join([said, *lines, fix]))
+    differences = []
+    for name in names:
+        there, here = saved.get(name), settings.get(name)
+        if saved and there != here:
+            differences.append(f"  {name}={there!r} there, {name}={here!r} here\n")
+    if differences:
+        raise ValueError(
+            f"resume_from_checkpoint={checkpoint!r} belongs to a run with other settings:\n{''.join(differences)}"
+            "Set the same values here, or start a new `output_dir` from its weights: set `model_name_or_path` to it."
+        )
     if is_run(Path(args.output_dir)) and not (overwrite or _continues(args, checkpoint)):
         fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
         raise ValueError(f"output_dir={args.output_dir!r} holds another run. Choose another `output_dir`, {fix}.")
@@ -84,7 +94,8 @@ def claim(args: OPOConfig, checkpoint: str | None) -> None:
     """Move an earlier run, unless it goes on, aside: to the first of `folder-2`, `folder-3` … that is free."""
     folder = Path(args.output_dir)
     if is_run(folder) and not _continues(args, checkpoint):
-        folder.rename(aside := files.free(folder))
+        aside = files.free(folder)
+        folder.rename(aside)
         logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
     folder.mkdir(parents=True, exist_ok=True)
     if args.log_completions:
@@ -102,16 +113,22 @@ def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapp
         "python": platform.python_version(),
         "platform": platform.platform(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or ["cpu"],
-        "packages": dict(sorted((found.name, found.version) for found in distributions() if found.name)),
+        "packages": _versions(),
     }
     files.write_json(folder / ENVIRONMENT, environment)
+
+
+def _versions() -> dict[str, str]:
+    """Version of each installed package, by name."""
+    versions = {package.name: package.version for package in distributions() if package.name}
+    return dict(sorted(versions.items()))
 
 
 def git_commit(folder: Path) -> str | None:
     """Commit of a folder's checkout, with `-dirty` appended if files differ; `None` outside a checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
+        git = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):  # no git, or a file system that is too slow for it
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return git.stdout.strip() or None if git.returncode == 0 else None

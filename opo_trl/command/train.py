@@ -71,33 +71,40 @@ def prepare(argv: Sequence[str]) -> Run:
     """
     script, args, model_config, recipe = parse(argv)
     check_packages(args, model_config)
-    settings = mask({**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)})
-    settings = json.loads(json.dumps(settings, default=str))  # as the run's folder holds them
+    settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
+    settings = json.loads(json.dumps(mask(settings), default=str))  # as the run's folder holds them
     require(model_config.model_name_or_path is not None, "model_name_or_path", None, "a model")
-    has_data = script.dataset_name or args.rollouts
-    require(bool(has_data), "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
+    has_data = bool(script.dataset_name or args.rollouts)
+    require(has_data, "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
     checkpoint = output_dir.find_checkpoint(args, settings, overwrite=script.overwrite)
 
     tools = load_tools(script)
     reward_funcs = load_rewards(script, args)
-    path, trusted = str(model_config.model_name_or_path), {"trust_remote_code": args.trust_remote_code}
-    path = EMBEDDED_MODELS.get(path, path)
+    name = str(model_config.model_name_or_path)
+    path = EMBEDDED_MODELS.get(name, name)
     exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # the Hub has no such names
     require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
-    revision: Any = {"revision": model_config.model_revision}
-    given: Any = args.model_init_kwargs or {}
-    source, of_source = tokenizer_source(path, revision | given)
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=of_source, **trusted)
-    options: Any = {"attn_implementation": model_config.attn_implementation, "dtype": model_config.dtype}
-    options |= {"use_safetensors": True}  # pickled weights could run code
-    args.model_init_kwargs = options = {**revision, **options, **given}
-    if author := args.rollouts_model:
-        args.rollouts_model = author = EMBEDDED_MODELS.get(author, author)
-        check_weights("rollouts_model", author, trusted | options)
+    options_of_recipe: Any = args.model_init_kwargs or {}
+    options: Any = {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "dtype": model_config.dtype,
+        "use_safetensors": True,  # pickled weights could run code
+        **options_of_recipe,
+    }
+    args.model_init_kwargs = options
+    trusted = {"trust_remote_code": args.trust_remote_code}
+    revision = {"revision": model_config.model_revision}
+    source, source_revision = tokenizer_source(path, revision | options_of_recipe)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=source_revision, **trusted)
+    if args.rollouts_model:
+        args.rollouts_model = EMBEDDED_MODELS.get(args.rollouts_model, args.rollouts_model)
+        check_weights("rollouts_model", args.rollouts_model, trusted | options)
 
     with args.main_process_first(desc="loading the dataset"):
         data = load_data(script, args, tokenizer)
-    if not (RECORDED in data.training.column_names and recorded.has_rewards(data.training)):
+    has_recorded_rewards = RECORDED in data.training.column_names and recorded.has_rewards(data.training)
+    if not has_recorded_rewards:
         check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
     folder = Path(args.output_dir)
@@ -115,8 +122,8 @@ def prepare(argv: Sequence[str]) -> Run:
     if data.validation is not None:
         steps, decoding = script.validation_steps, script.validation_decoding
         trainer.add_callback(Validation(trainer, data.validation, steps=steps, decoding=decoding, folder=folder))
-    for default in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(default)
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
     if not args.disable_tqdm:
         trainer.add_callback(ProgressBar())
     if checkpoint is not None:
@@ -130,8 +137,11 @@ def run(ready: Run) -> None:
     """Train, and measure accuracies before and after."""
     trainer, script, data, checkpoint = ready.trainer, ready.script, ready.data, ready.checkpoint
     args, folder = trainer.args, Path(trainer.args.output_dir)
-    earlier = run_folder.read_summary(Path(checkpoint).resolve().parent) if checkpoint else {}
-    summary = {"before": earlier["before"]} if "before" in earlier else {}
+    summary: dict[str, Any] = {}
+    if checkpoint:
+        earlier = run_folder.read_summary(Path(checkpoint).resolve().parent)
+        if "before" in earlier:
+            summary["before"] = earlier["before"]
     is_main = trainer.accelerator.is_main_process
     if is_main:
         output_dir.claim(args, checkpoint)
@@ -146,16 +156,21 @@ def run(ready: Run) -> None:
         trainer.train(resume_from_checkpoint=checkpoint)
         seconds = round(time.perf_counter() - started - before.seconds, 1)
         trainer.save_model(args.output_dir)
-    summary |= {"optimizer_steps": trainer.state.global_step, **({} if checkpoint else {"train_seconds": seconds})}
+    summary["optimizer_steps"] = trainer.state.global_step
+    if not checkpoint:
+        summary["train_seconds"] = seconds
     summary["after"] = measure(trainer, data.report, script.report_samples)
     lines = accuracy_lines(accuracies(summary))
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
-        on_hub = None if Path(script.dataset_name or ".").exists() else script.dataset_name
-        trainer.create_model_card(folder.name, on_hub)
+        is_local = Path(script.dataset_name or ".").exists()
+        trainer.create_model_card(folder.name, None if is_local else script.dataset_name)
         with (folder / "README.md").open("a", encoding="utf-8") as card:
-            said = f"Trained on {data.plan}. Accuracy before → after training, with its 95 % interval:"
-            card.write("\n".join(["\n## Data and accuracy\n", said, "", *(f"- {line}" for line in lines), ""]))
+            card.write(
+                f"\n## Data and accuracy\n\nTrained on {data.plan}. Accuracy before → after training, with its 95 % "
+                "interval:\n\n"
+            )
+            card.writelines(f"- {line}\n" for line in lines)
     if lines:
         trainer.accelerator.print(*lines, sep="\n")
     if args.push_to_hub:
