@@ -117,20 +117,17 @@ class ObjectiveConfig:
 
     def _check_fields_of_others(self, kind: type[Objective]) -> None:
         """Reject fields of another objective of ours; one of the user's may read any."""
-        unread: set[str] = set()
-        if self.objective in OBJECTIVES:
-            unread |= {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
-        if self.objective == "topr" and self.push != "escort":
-            unread |= {"alpha", "escort_temperature"}
-        if self.objective == "topr" and self.push == "reward":
-            unread |= {"scale_rewards", "multi_objective_aggregation"}
+        if self.objective not in OBJECTIVES:
+            return
+        unread = {name for other in OBJECTIVES.values() for name in other.fields - kind.fields}
+        unread |= kind.unread_fields(self)
+        mode = "" if kind.mode_field is None else f" and {kind.mode_field}={getattr(self, kind.mode_field)!r}"
         for each in dataclasses.fields(self):
             value, usual = getattr(self, each.name), default(each)
             if each.name in unread and (list(value) if isinstance(usual, list) else value) != usual:
-                pushed = f" and push={self.push!r}" if self.objective == "topr" else ""
                 readers = [name for name, other in OBJECTIVES.items() if each.name in other.fields]
                 instead = f", or set `objective` to {' or '.join(readers)}" if readers else ""
-                said = f"{each.name}={value!r} has no effect with objective={self.objective!r}{pushed}"
+                said = f"{each.name}={value!r} has no effect with objective={self.objective!r}{mode}"
                 raise ValueError(f"{said}. Remove `{each.name}`{instead}.")
 
 

@@ -394,9 +394,16 @@ class Objective:
     fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     reads_logps = False  # whether targets need `Groups.logps`
+    scales_by_pass = False  # whether `scale` is that of all completions of a pass, not of the rollout they are from
+    mode_field: str | None = None  # the field, if there is one, on which depends which others are read
 
     def __init__(self, args: Any):
         self.args = args
+
+    @classmethod
+    def unread_fields(cls, args: Any) -> frozenset[str]:
+        """Fields that have no effect because of the values of others in the configuration `args`."""
+        return frozenset()
 
     @property
     def ratio_form(self) -> RatioForm:

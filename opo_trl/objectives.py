@@ -18,7 +18,7 @@ fields that they read have the meaning that they have in TRL.
 """
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class GRPO(Objective):
 
     fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high", "delta"})
     reduction = "mean"
+    scales_by_pass = True
     takes_sampler_ratios = True  # as factors of the losses of tokens
 
     @property
@@ -193,6 +194,14 @@ class TOPR(Objective):
             *("log_ratio_reduction", "log_ratio_clamp"),
         }
     )
+
+    mode_field = "push"
+
+    @classmethod
+    def unread_fields(cls, args: Any) -> frozenset[str]:
+        if args.push == "reward":
+            return frozenset({"alpha", "escort_temperature", "scale_rewards", "multi_objective_aggregation"})
+        return frozenset() if args.push == "escort" else frozenset({"alpha", "escort_temperature"})
 
     def targets(self, groups: Groups) -> Targets:
         args = self.args

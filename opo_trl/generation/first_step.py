@@ -5,7 +5,7 @@ Each compares a quantity of TRL or Transformers with what rewards, tokens and co
 its own samples, and all of them raise the same error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -224,14 +224,17 @@ class FirstStep:
             if not abs(given - expected) <= allowed:  # nor is NaN
                 yield f"that of completion {index} is {given:.6g}, but the rewards say {expected:.6g}"
 
-    def check_logps(self, rows: Mapping[str, Any]) -> None:
-        """Log-probabilities of the longest completion of some samples, from its logits. All processes make a pass."""
+    def check_logps(self, rows: Mapping[str, Any], logps_of_trl: Callable[..., Any], any_width: bool | None) -> None:
+        """
+        Log-probabilities of the longest completion of some samples, from its logits; padded as in a micro-batch if
+        they are the same at `any_width`. All processes make a pass.
+        """
         config = self.trainer.model.config
         if config.get_text_config() is config:  # with images, a pass needs more than tokens
-            self._report("log-probabilities", self._logps(rows))
+            self._report("log-probabilities", self._logps(rows, logps_of_trl, n_padding=3 if any_width else 0))
 
     @torch.no_grad()
-    def _logps(self, rows: Mapping[str, Any]) -> Iterator[str]:
+    def _logps(self, rows: Mapping[str, Any], logps_of_trl: Callable[..., Any], n_padding: int) -> Iterator[str]:
         trainer = self.trainer
         longest = int(rows["completion_mask"].sum(dim=1).argmax())
         prompt, completion = (
@@ -243,12 +246,10 @@ class FirstStep:
         width = len(completion)
         ids = torch.cat([prompt, completion])[None]
         mask = torch.ones_like(ids)
-        # Padded as in a micro-batch, unless the model is one whose log-probabilities depend on it.
-        n_padding = 3 if trainer._any_width else 0
         padded = [torch.nn.functional.pad(each, (n_padding, n_padding)) for each in (ids, mask)]
         checkpointing = trainer.args.gradient_checkpointing_kwargs
         with padding.evaluating(trainer.model), disable_gradient_checkpointing(trainer.model, checkpointing):
-            logps = trainer._logps_of_trl(trainer.model, *padded, width + n_padding)[0][:, :width]
+            logps = logps_of_trl(trainer.model, *padded, width + n_padding)[0][:, :width]
             with trainer.accelerator.autocast():
                 logits = trainer.model(input_ids=ids, attention_mask=mask).logits
         logits = logits[:, -width - 1 : -1].float() / trainer.temperature
@@ -266,10 +267,9 @@ class FirstStep:
         if not distance <= max(padding.rounding_of_logps(self.trainer), 0.01):
             yield f"they are {distance:.3g} nats per token away from those of {source}"
 
-    def check_step(self, window_start: int | None) -> None:
-        """The backward passes of an optimizer step, which began with this call of `training_step`, if it is ours."""
-        if window_start is not None:
-            self._report("the loss of an optimizer step", self._step(self.trainer._step - window_start))
+    def check_step(self, n_calls: int) -> None:
+        """The backward passes of an optimizer step, which was made by so many calls of `training_step`."""
+        self._report("the loss of an optimizer step", self._step(n_calls))
 
     def _step(self, n_calls: int) -> Iterator[str]:
         trainer = self.trainer

@@ -20,6 +20,7 @@ from datasets import Dataset
 from helpers import PROMPTS, Recording, Script, distance, logged, make_trainer, snapshot, without_times
 
 from opo_trl import OPOConfig
+from opo_trl.resume.checkpoint import load_state
 
 from .launch import launch, logs
 
@@ -110,8 +111,7 @@ def compare_in_one_process(model: str, folder: Path, seed: int) -> list[str]:
         differing.append(f"unplanned, by {error(other, expected):.1e}")
 
     saved = folder / "whole" / f"checkpoint-{run_of(seed)[2]}"
-    state = torch.load(saved / "rollout_state_0.pt", weights_only=True)
-    made = json.loads(state["plain"])["numbers"]["completions_generated"]
+    made = load_state(saved, process=0)["completions_generated"]
     totals = itertools.accumulate(map(len, script.calls))
     calls = [call for call, total in zip(script.calls, totals, strict=True) if total <= made]
     resumed, _ = make(model, folder / "resumed", seed, calls=calls)

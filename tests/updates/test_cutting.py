@@ -180,13 +180,13 @@ def test_skipped_samples_that_importance_sampling_drops_are_counted(tiny_model, 
 
 def test_anchor_pass_covers_only_the_samples_that_need_it(tiny_model, tmp_path, monkeypatch):
     seen = []
-    anchor_pass = RecordingOPO._anchor_pass
+    anchor_pass = RecordingOPO._policy_logps
 
     def counted(self, rows, **options):
         seen.append(len(rows["completion_ids"]))
         return anchor_pass(self, rows, **options)
 
-    monkeypatch.setattr(RecordingOPO, "_anchor_pass", counted)
+    monkeypatch.setattr(RecordingOPO, "_policy_logps", counted)
     run(tiny_model, tmp_path / "1", max_steps=2)
     assert sum(seen) == 8  # the second step's samples
     seen.clear()

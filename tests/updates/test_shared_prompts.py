@@ -137,7 +137,7 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     script = Script(min_length=length, max_length=length)
     trainer = trained(tiny_model, tmp_path, script=script, max_tokens_per_micro_batch=budget, **options)
     prompt, completion = _row_tokens(trainer)
-    rows = trainer._planner.most_rows(prompt + completion)
+    rows = trainer.planner.most_rows(prompt + completion)
     parts = [part for step in trainer.steps for part in step.batches]
     tokens = [part.get("opo_source", torch.cat([part["prompt_ids"], part["completion_ids"]], 1)) for part in parts]
     assert max(part.numel() for part in tokens) <= rows * (prompt + completion)
