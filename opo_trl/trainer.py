@@ -161,7 +161,7 @@ class OPOTrainer(GRPOTrainer):
         check_models(model, rewards or (), args)
         if isinstance(train_dataset, Dataset):
             check_enough_prompts(len(train_dataset), args)
-        with reference.given(model):
+        with reference.loading(model):
             super().__init__(model, rewards, args, train_dataset, eval_dataset, **options)
         self._know_ends_of_completions()
         if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
@@ -968,7 +968,8 @@ class OPOTrainer(GRPOTrainer):
                 metrics[f"rewards/{name}/mean"] = [mean]
         if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
             dataset = metric_key_prefix.removeprefix("eval_")
-            self._metrics["eval"] = defaultdict(list, {f"{dataset}_{name}": own for name, own in metrics.items()})
+            named_metrics = {f"{dataset}_{name}": values for name, values in metrics.items()}
+            self._metrics["eval"] = defaultdict(list, named_metrics)
         return output
 
     def _log_step(self, reports: list[SampleReport]):

@@ -64,36 +64,41 @@ def divide(states: Sequence[Mapping[str, Any]], current: Cut, process: int) -> d
     """
     state, saved = dict(states[0]), states[0]["settings"]
     position = state["position"]
-    losses = torch.stack([each["pending_loss"] for each in states])
+    losses = torch.stack([other["pending_loss"] for other in states])
     state["pending_loss"] = losses.mean()
     state["position"] = converted(position, saved, current)
+    n_processes = current["processes"]
     if state["replay"]:
-        parts_of_rollouts = zip(*(each["replay"]["rollouts"] for each in states), strict=True)
-        rollouts = []
-        for parts in parts_of_rollouts:
-            rollout = concatenate(parts)
-            indices = np.arange(len(rollout["advantages"]))
-            rollouts.append(take_rows(rollout, np.array_split(indices, current["processes"])[process]))
+        parts_of_rollouts = zip(*(other["replay"]["rollouts"] for other in states), strict=True)
+        rollouts = [_share_of_rollout(parts, n_processes, process) for parts in parts_of_rollouts]
         state["replay"] = {**state["replay"], "rollouts": rollouts}
     if state["micro_batches"] is not None:
-        n_calls_per_pass = saved["steps_per_generation"]
+        calls_per_pass = saved["steps_per_generation"]
         # Calls of `training_step` in a row that serve a single optimizer step
-        n_calls = math.gcd(*(saved[name] for name in CUT[2:]))
+        calls_per_step = math.gcd(saved["gradient_accumulation_steps"], calls_per_pass)
         steps = []
-        for first in range(position % n_calls_per_pass, n_calls_per_pass, n_calls):
+        for first in range(position % calls_per_pass, calls_per_pass, calls_per_step):
             micro_batches = []
-            for each in states:
-                for call in each["micro_batches"][first : first + n_calls]:
+            for other in states:
+                for call in other["micro_batches"][first : first + calls_per_step]:
                     micro_batches.extend(call)
-            steps.append(_share_of_step(micro_batches, current["processes"], process))
+            steps.append(_share_of_step(micro_batches, n_processes, process))
         state["micro_batches"] = steps
     return state
+
+
+def _share_of_rollout(parts: Sequence[Rows], processes: int, process: int) -> Rows:
+    """A process's completions of a rollout, from the parts that all processes of a checkpoint have of it."""
+    rollout = concatenate(parts)
+    shares = np.array_split(np.arange(len(rollout["advantages"])), processes)
+    return take_rows(rollout, shares[process])
 
 
 def _share_of_step(micro_batches: Sequence[Rows], processes: int, process: int) -> Rows:
     """A process's completions of an optimizer step, from the micro-batches of all processes of a checkpoint."""
     names = micro_batches[0].keys() - _OF_MICRO_BATCH
-    rows = concatenate([{name: batch[name] for name in names} for batch in micro_batches])
+    rows_of_batches = [{name: batch[name] for name in names} for batch in micro_batches]
+    rows = concatenate(rows_of_batches)
     left_out = [batch["opo_skipped"] for batch in micro_batches if "opo_skipped" in batch]
     counts = torch.cat([rows.get("opo_counts", rows["opo_valid"]), *left_out])
     fillers = torch.ones_like(counts)
