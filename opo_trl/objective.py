@@ -400,7 +400,7 @@ class Objective:
     fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     reads_logps = False  # whether targets need `Groups.logps`
-    scales_each_pass = False  # whether `scale` is that of the samples of a pass, not of each sample's own rollout
+    scales_by_pass = False  # whether `scale` is that of the samples of a pass, not of each sample's own rollout
 
     def __init__(self, args: Any):
         self.args = args

@@ -46,8 +46,8 @@ class GRPO(Objective):
 
     fields = frozenset({"importance_sampling_level", "epsilon", "epsilon_high", "delta"})
     reduction = "mean"
+    scales_by_pass = True
     takes_sampler_ratios = True  # as factors of the losses of tokens
-    scales_each_pass = True  # by the number of tokens of the completions that it trains on
 
     @property
     def level(self) -> str:

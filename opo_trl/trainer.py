@@ -6,12 +6,12 @@ A step, in its order:
 1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed
    (`generation.prompt_order`, `updates.steps`).
 2. A rollout: TRL generates and scores; dynamic sampling replaces zero-variance groups; `_finish_rollout` gives each
-   sample its target. TRL's pass for the behaviour policy's log-probabilities is left out.
-3. Micro-batches: a [`Planner`] cuts the samples of each optimizer step. Those that need the behaviour policy's
+   completion its target. TRL's computation of the behaviour policy's log-probabilities is left out.
+3. Micro-batches: a [`Planner`] cuts the completions of each optimizer step. Those that need the behaviour policy's
    log-probabilities get them here, in the shape of their micro-batch.
-4. The loss: the objective's of each sample, and what TRL's options add. It is a plain sum over samples, so that it
-   does not depend on how they are split into micro-batches and processes.
-5. The log: the samples' reports are gathered and logged under `opo/` (`metrics.step`).
+4. The loss: the objective's of each completion, and what TRL's options add. It is a plain sum over completions, so
+   that it does not depend on how they are split into micro-batches and processes.
+5. The log: the completions' reports are gathered and logged under `opo/` (`metrics.step`).
 6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`resume.checkpoint`).
 
 Overrides pass on keywords that they do not know (`named`): a later release of TRL may have more.
@@ -41,6 +41,9 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id, use_adapter
 
+
+# First, because it checks versions: another release may lack names that are imported below.
+from .trl import check_replaced, temporarily, untested  # isort: skip
 from .batch import Batch, as_batch, carried, completion_tokens, image_entries, model_inputs
 from .checks.processes import check_processes
 from .checks.text import printable
@@ -48,27 +51,23 @@ from .checks.weights import check_models, check_trainable
 from .config import OPOConfig
 from .generation import sampling
 from .generation.dynamic_sampling import DynamicSampling
-from .generation.failures import count_failures, recorded_rewards
+from .generation.failures import RewardFailures, RewardRecorder
 from .generation.first_step import NO_CHECKS, FirstStep
 from .generation.prefetch import Prefetch
-from .generation.prompt_order import EpochSampler, PromptStream, check_enough_prompts, next_place
+from .generation.prompt_order import EpochSampler, Place, PromptStream, check_enough_prompts
 from .groups import equal_rewards, gather_samples, own_samples
 from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
 from .metrics.step_clock import StepClock
 from .models import adapter, reference
 from .models.frozen_base import FrozenBase
-from .objective import OPO, Groups, Objective, Samples, token_mean
-from .objectives import GRPO, objective_named
+from .objective import OPO, Groups, Objective, Samples, Targets, token_mean
+from .objectives import objective_named
 from .resume import checkpoint
 from .resume.interrupts import SaveOnInterrupt
 from .resume.skipped_steps import SkippedSteps
 from .reuse.replay import ReplayBuffer
 from .rewards.checked import checked
-
-
-# First, because it checks versions: another release may lack names that are imported below.
-from .trl import check_replaced, temporarily, untested  # isort: skip
 from .updates import padding, shared_prompts
 from .updates.cutting import spread
 from .updates.planner import Planner, without_exchange
@@ -139,20 +138,6 @@ class OPOTrainer(GRPOTrainer):
     model: Any  # a PreTrainedModel, or PEFT's wrapper around one
     policy_objective: Objective
 
-    # Numbers, and dictionaries of numbers, that a checkpoint holds.
-    _saved_numbers: tuple[str, ...] = (
-        "_advantage_range",
-        "completions_generated",
-        "_place",
-        "_globalstep_last_logged",
-        "_drive_metrics",
-        "_reward_failures",
-        "_skipped.total",
-        "_skipped.in_a_row",
-        "_skipped.moved_at",
-        "_skipped.had_gradient",
-    )
-
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _prefetch: Prefetch | None = None  # of the main process, with `prefetch_rollouts`
     _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
@@ -170,20 +155,17 @@ class OPOTrainer(GRPOTrainer):
 
             writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
             self._recorded = Recorded(args, train_dataset, writers)
-            train_dataset, reward_funcs = self._recorded.dataset, reward_funcs or self._recorded.reward_func
+            train_dataset = self._recorded.dataset
+            reward_funcs = reward_funcs or self._recorded.reward_func
         if isinstance(model, str):
             options = adapter.prepared(model, args, options)
         rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
         check_models(model, rewards or (), args)
         if isinstance(train_dataset, Dataset):
             check_enough_prompts(len(train_dataset), args)
-        with reference.given(model):
+        with reference.loading(model):
             super().__init__(model, rewards, args, train_dataset, eval_dataset, **options)
-        # TRL tells by the model's own tokens where completions end.
-        generation: Any = args.generation_kwargs or {}
-        if (ends := generation.get("stop_token_ids" if args.use_vllm else "eos_token_id")) is not None:
-            ends = [ends] if isinstance(ends, int) else ends
-            self.eos_token_ids = [*self.eos_token_ids, *ends] if args.use_vllm else ends
+        self._know_ends_of_completions()
         if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
             raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
         if args.rollouts is not None:
@@ -193,41 +175,66 @@ class OPOTrainer(GRPOTrainer):
         # For its table of completions, TRL gathers images on the processes that have some, and hangs if others have
         # none. Without the table they are not needed.
         self.log_multimodal = self.log_multimodal and self.log_completions
-        kind = self.objective_class or objective_named(args.objective)
-        self.policy_objective = kind(args)
-        if not (self.objective_class or issubclass(kind, OPO)):
-            self._name, self._paper = kind.__name__, {}  # of the model card
+        self.policy_objective = self._named_objective()
         self._evaluated = []
-        self._said_of_sampling: set[str] = set()  # An evaluation's copy of this trainer has the same set.
+        self._logged_of_sampling: set[str] = set()  # An evaluation's copy of this trainer has the same set.
         self._begin()
         self._clock = StepClock(self.accelerator.device)
         self.add_callback(self._clock)
         if args.use_vllm:
-            engine: Any = self.vllm_generation
-            engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
-            if args.prefetch_rollouts:
-                self._prefetch_rollouts(options)
-            if args.vllm_mode == "server" and self.accelerator.is_main_process:
-                from .generation.vllm_server import watched  # only such runs need it
+            self._wrap_vllm(options)
 
-                watch = watched(engine.vllm_client.base_url)
-                engine.sync_weights, engine.generate = watch(engine.sync_weights), watch(engine.generate)
+    def _know_ends_of_completions(self) -> None:
+        """Let TRL, which tells by the model's own tokens where completions end, know those of `generation_kwargs`."""
+        options = cast(dict, self.args.generation_kwargs or {})
+        ends = options.get("stop_token_ids" if self.args.use_vllm else "eos_token_id")
+        if ends is None:
+            return
+        if isinstance(ends, int):
+            ends = [ends]
+        self.eos_token_ids = [*self.eos_token_ids, *ends] if self.args.use_vllm else ends
+
+    def _named_objective(self) -> Objective:
+        """The objective of the class or the configuration; the model card of another than OPO has its name."""
+        kind = self.objective_class or objective_named(self.args.objective)
+        if not (self.objective_class or issubclass(kind, OPO)):
+            self._name = kind.__name__
+            self._paper = {}
+        return kind(self.args)
+
+    def _wrap_vllm(self, options: Mapping[str, Any]) -> None:
+        """Time the synchronization of weights, keep those of a frozen base, prefetch rollouts, and watch a server."""
+        engine: Any = self.vllm_generation
+        engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
+        if self.args.prefetch_rollouts:
+            self._prefetch_rollouts(options)
+        if self.args.vllm_mode == "server" and self.accelerator.is_main_process:
+            from .generation.vllm_server import watched  # only such runs need it
+
+            watch = watched(engine.vllm_client.base_url)
+            engine.sync_weights = watch(engine.sync_weights)
+            engine.generate = watch(engine.generate)
 
     def _prefetch_rollouts(self, options: Mapping[str, Any]) -> None:
         """Have the main process ask the vLLM server for the next rollout while the policy trains on this one."""
-        columns = {*(getattr(self.train_dataset, "column_names", None) or ())}
-        unknown = [name for name in ("rollout_func", "tools", "environment_factory") if options.get(name)]
-        unknown += sorted({"image", "images"} & columns)
-        if unknown or not has_length(self.train_dataset):
-            what = unknown[0] if unknown else "a stream of data"
-            raise ValueError(f"prefetch_rollouts=1 cannot ask for completions in advance with {what}. Set it to 0.")
+        columns = getattr(self.train_dataset, "column_names", None) or ()
+        obstacles = [name for name in ("rollout_func", "tools", "environment_factory") if options.get(name)]
+        obstacles += [name for name in ("image", "images") if name in columns]
+        if not has_length(self.train_dataset):
+            obstacles.append("a stream of data")
+        if obstacles:
+            raise ValueError(
+                f"prefetch_rollouts=1 cannot ask for completions in advance with {obstacles[0]}. Set it to 0."
+            )
         if not self.accelerator.is_main_process:
             return
         engine: Any = self.vllm_generation
         mode = engine.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
         if mode != "processed_logprobs":
-            fix = "Restart it with `--logprobs-mode processed_logprobs`"
-            raise ValueError(f"prefetch_rollouts=1: the vLLM server has --logprobs-mode {mode}. {fix}.")
+            raise ValueError(
+                f"prefetch_rollouts=1: the vLLM server has --logprobs-mode {mode}. Restart it with "
+                "`--logprobs-mode processed_logprobs`."
+            )
         prefetch = Prefetch(engine.vllm_client.generate, self._prompts_of_next_rollout, lambda: self.state.global_step)
         engine.vllm_client.generate = prefetch.generate
         sync_weights = engine.sync_weights
@@ -241,7 +248,8 @@ class OPOTrainer(GRPOTrainer):
 
     def _begin(self) -> None:
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
-        args, accelerator = self.args, self.accelerator
+        args = self.args
+        accelerator = self.accelerator
         self._step = 0
         self._cut_pass: list[list[Batch]] | None = (
             None  # micro-batches of each call of `training_step` in the current pass
@@ -249,39 +257,43 @@ class OPOTrainer(GRPOTrainer):
         if self._prefetch is not None:
             self._prefetch.drop()
         self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
-        index = accelerator.process_index
-        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=index)
-        self._reward_failures: dict[str, int] = {}  # by kind, over all processes, since the last entry of the log
+        process = accelerator.process_index
+        self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
+        self._reward_failures = RewardFailures()
         self._skipped = SkippedSteps(args, accelerator, self.optimizer)
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
-        for kept in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
-            kept.clear()
+        for unlogged in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
+            unlogged.clear()
         self._advantages: Tensor | None = None  # of the current rollout, over all processes; NaN where invalid
-        self._advantage_range = 0.0
-        self._place = {"epoch": 0, "prompts": 0}  # in the data, and how many prompts of the epoch have been taken
+        self._advantage_range = 0.0  # highest less lowest
+        self._place = Place()
         self.completions_generated = 0  # for training so far, over all processes
-        self._drive_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
+        self._target_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
-        self._anchor_is_own = False  # whether the rollout's behaviour policy is the policy that its samples come from
-        self._skips_pass = False  # whether to leave out TRL's next pass over the rollout
+        self._policy_is_behaviour = False  # whether the rollout's behaviour policy is the policy when it was made
+        self._leaves_out_logps = False  # whether TRL gets zeros when it asks for log-probabilities next
         self._first_step: FirstStep | None = FirstStep(self) if untested() else None
         self._n_prompts: float = math.inf  # of a stream
         if has_length(self.train_dataset):
-            self._n_prompts = n_prompts = len(cast(Dataset, self.train_dataset))
+            n_prompts = len(cast(Dataset, self.train_dataset))
+            self._n_prompts = n_prompts
             self._prompt_stream = PromptStream(n_prompts, seed=args.seed, shuffle=self.shuffle_dataset)
 
     def _checked_args(self, model, args: OPOConfig | None, *, quantized: bool) -> OPOConfig:
-        wanted = self.config_class
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = wanted(f"{model_id.split('/')[-1]}-{self._name}")
-        elif not isinstance(args, wanted):
-            said = f"`args` is a `{type(args).__name__}`, but {type(self).__name__} needs a `{wanted.__name__}`"
-            raise TypeError(f"{said}. Both take the fields of `GRPOConfig`: change the class name.")
+            args = self.config_class(f"{model_id.split('/')[-1]}-{self._name}")
+        elif not isinstance(args, self.config_class):
+            raise TypeError(
+                f"`args` is a `{type(args).__name__}`, but {type(self).__name__} needs a "
+                f"`{self.config_class.__name__}`. Both take the fields of `GRPOConfig`: change the class name."
+            )
         if args.use_vllm and quantized:
-            why = "TRL sends vLLM the packed weights, which it rejects (huggingface/trl#4973)"
-            raise ValueError(f"use_vllm=True cannot be combined with a quantized base model: {why}.")
+            raise ValueError(
+                "use_vllm=True cannot be combined with a quantized base model: TRL sends vLLM the packed weights, "
+                "which it rejects (huggingface/trl#4973)."
+            )
         return args
 
     @property
@@ -309,21 +321,21 @@ class OPOTrainer(GRPOTrainer):
             `KeyboardInterrupt`: Ctrl-C, when a checkpoint has been saved after the optimizer step.
         """
         check_trainable(self.model, self.optimizer)
-        found = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-        state = None if found is None else checkpoint.check_resumable(self, found)
+        folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
+        state = None if folder is None else checkpoint.check_resumable(self, folder)
         # Whether the checkpoint spends `max_completions`; and micro-steps of its last rollout that are over
         self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
         self._resumed_position = 0 if state is None else state["position"]
         self._begin()
         if state is not None:
-            self._place = checkpoint.place_of(state)  # the rest is restored when the first prompts have been loaded
-        self._settings = checkpoint.settings(self)  # before a callback changes them
+            self._place = Place(**state["place"])  # the rest is restored when the first prompts have been loaded
+        self._settings = self.current_settings  # before a callback changes them
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
             del self.plan  # another call may have other arguments
         with SaveOnInterrupt(self):
-            return super().train(found, *args, **kwargs)
+            return super().train(folder, *args, **kwargs)
 
     @cached_property
     def _optimizer_class(self) -> type:
@@ -350,19 +362,19 @@ class OPOTrainer(GRPOTrainer):
         if self._sampler is not None:
             # Transformers skips what it takes for trained, counted in optimizer steps of this run's size.
             skipped = named["steps_trained_in_current_epoch"] if is_first else 0
-            self._sampler.begin(**self._place, skipped=skipped)
+            self._sampler.begin(self._place, skipped=skipped)
         elif not has_length(self.train_dataset):
-            if is_first:  # Transformers takes all steps so far for steps of the first pass
-                rollouts = self._place["prompts"] // self.args.prompts_per_rollout
-                left = -self._resumed_position % self.args.micro_steps_per_rollout  # of the last rollout
-                named |= dict.fromkeys(("epoch", "epochs_trained"), self._place["epoch"])
-                named["steps_trained_in_current_epoch"] = rollouts * self.args.micro_steps_per_rollout - left
+            if is_first:  # Transformers takes all steps so far for steps of the first epoch
+                n_rollouts = self._place.prompts // self.args.prompts_per_rollout
+                n_left = -self._resumed_position % self.args.micro_steps_per_rollout  # of the last rollout
+                named["epoch"] = named["epochs_trained"] = self._place.epoch
+                named["steps_trained_in_current_epoch"] = n_rollouts * self.args.micro_steps_per_rollout - n_left
             else:
-                self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
-                named["epoch"] = self._place["epoch"]
+                self._place = self._place.next_epoch()
+                named["epoch"] = self._place.epoch
         super()._run_epoch(**named)
         if self.control.should_epoch_stop and self._sampler is not None:  # a callback drops the rest of the epoch
-            self._place = {"epoch": self._place["epoch"] + 1, "prompts": 0}
+            self._place = self._place.next_epoch()
 
     def _get_train_sampler(self, dataset=None, **named):
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
@@ -379,12 +391,13 @@ class OPOTrainer(GRPOTrainer):
     def _prompts_of_next_rollout(self) -> list[list[int]] | None:
         """Tokens of the next rollout's prompts, of all processes; `None` in an evaluation, and in the last rollout."""
         args = self.args
-        generated = self.completions_generated + args.generation_batch_size  # after this rollout
-        spent = args.max_completions is not None and generated >= args.max_completions
-        steps = self.state.global_step + args.micro_steps_per_rollout // args.gradient_accumulation_steps
-        if self._mode == "eval" or spent or steps >= self.state.max_steps:
+        n_generated = self.completions_generated + args.generation_batch_size  # after this rollout
+        is_spent = args.max_completions is not None and n_generated >= args.max_completions
+        step = self.state.global_step + args.micro_steps_per_rollout // args.gradient_accumulation_steps
+        if self._mode == "eval" or is_spent or step >= self.state.max_steps:
             return None
-        dataset, sampler = cast(Dataset, self.train_dataset), cast(EpochSampler, self._sampler)
+        dataset = cast(Dataset, self.train_dataset)
+        sampler = cast(EpochSampler, self._sampler)
         prompts = [dataset[index]["prompt"] for index in sampler.prompts_after(self._place)]
         return self._tokenize_prompts(prompts)[0]
 
@@ -398,27 +411,28 @@ class OPOTrainer(GRPOTrainer):
         if self.args.save_rollouts:
             self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
-        self._skips_pass = not (self.args.is_aligned or self._needs_pass)  # TRL's pass over the rollout comes next
+        # TRL asks for the rollout's log-probabilities next, unless it is aligned.
+        self._leaves_out_logps = not (self.args.is_aligned or self._needs_logps_of_rollout)
         return generated
 
     def _sampled_by_its_fields(self) -> AbstractContextManager[None]:
         """Within, Transformers takes no cut-off from the model's own `generation_config.json`, as vLLM takes none."""
         if self.use_vllm:
             return nullcontext()
-        own = sampling.closed(
+        closed = sampling.closed(
             self.generation_config,
             self.model,
             chosen=cast(dict, self.args.generation_kwargs or {}),
             continuous=self.use_transformers_continuous_batching,
-            said=self._said_of_sampling if self.rollout_func is None else None,
+            logged=self._logged_of_sampling if self.rollout_func is None else None,
         )
-        return temporarily(self, generation_config=own)
+        return temporarily(self, generation_config=closed)
 
     @property
-    def _needs_pass(self) -> bool:
+    def _needs_logps_of_rollout(self) -> bool:
         """
-        Whether TRL's pass over the rollout is needed. Otherwise `_micro_batches` makes it, for the samples that need
-        it. vLLM's importance weights compare the log-probabilities of all.
+        Whether the log-probabilities of all completions are needed as TRL computes them: to record them, or for vLLM's
+        importance weights. Otherwise `_micro_batches` computes them, of the completions that need them.
         """
         return self.args.save_rollouts or (self.use_vllm and self.vllm_importance_sampling_correction)
 
@@ -456,34 +470,38 @@ class OPOTrainer(GRPOTrainer):
             recall = partial(self._recorded.recall, tokenize_prompts=self._tokenize_prompts)
             source = temporarily(self, rollout_func=recall)
         training = self.model.training
-        with recorded_rewards(self) as scored, source, chdir("."):  # a reward may change the folder
+        scored = RewardRecorder(self._calculate_rewards)
+        with temporarily(self, _calculate_rewards=scored), source, chdir("."):  # a reward may change the folder
             try:
                 entries = super()._generate_and_score_completions(inputs)
             except SystemExit as error:  # it would end the run as if it had finished
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
-        rewards, completion_ids = scored[-1]
-        self._checks.check_rollout(inputs, entries, rewards, completion_ids, self._tokenize_prompts)
+        rewards = scored.rewards
+        self._checks.check_rollout(inputs, entries, rewards, scored.completion_ids, self._tokenize_prompts)
         rollout = carried(entries)
         n_local = len(rollout["advantages"])
-        own = slice(self.accelerator.process_index * n_local, (self.accelerator.process_index + 1) * n_local)
-        is_rounding = rollout["advantages"].abs() <= self._rounding_of_advantages(rewards)[own]
+        first = self.accelerator.process_index * n_local
+        local = slice(first, first + n_local)  # this process's completions among those of all
+        is_rounding = rollout["advantages"].abs() <= self._rounding_of_advantages(rewards)[local]
         rollout["advantages"] = rollout["advantages"].masked_fill(is_rounding, 0.0)
         # An override that sets `old_per_token_logps` says what the behaviour policy is.
         logps = rollout.pop("old_per_token_logps", None)
-        if logps is not None and self._needs_pass:
+        if logps is not None and self._needs_logps_of_rollout:
             rollout["opo_logps"] = logps
-        self._skips_pass = False
+        self._leaves_out_logps = False
         if self._replays_recorded:
             rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
         elif self.args.prefetch_rollouts and self._mode == "train":
             rollout["old_per_token_logps"] = rollout.pop("sampling_per_token_logps")
-        rollout["rewards_per_func"] = rewards[own]
+        rollout["rewards_per_func"] = rewards[local]
         if self._mode == "train":
             self.completions_generated += len(rewards)
             self._metrics["train"]["completions/generated"] = [self.completions_generated]
             if self.args.save_rollouts:
-                self._recorded.save(self, inputs, rollout, completion_ids, takes_positions=self._takes_positions)
+                self._recorded.save(
+                    self, inputs, rollout, scored.completion_ids, takes_positions=self._takes_positions
+                )
         else:
             self._evaluated.append(rewards)
         return rollout
@@ -494,11 +512,13 @@ class OPOTrainer(GRPOTrainer):
         functions]`, differ. TRL divides a reward less the group's mean by a standard deviation plus 1e-4.
         """
         num_generations = self.num_generations if self._mode == "train" else self.num_generations_eval
-        weights, scored = self.reward_weights.to(rewards.device), ~rewards.isnan()
+        weights = self.reward_weights.to(rewards.device)
+        scored = ~rewards.isnan()
         if self.multi_objective_aggregation == "sum_then_normalize":
             equal, rounding = equal_rewards(rewards, weights, scored.any(dim=1), num_generations)
             return torch.where(equal, rounding / 1e-4, 0.0)
-        equal, rounding = torch.ones_like(scored[:, 0]), torch.zeros_like(rewards[:, 0])
+        equal = torch.ones_like(scored[:, 0])
+        rounding = torch.zeros_like(rewards[:, 0])
         for index, weight in enumerate(weights):
             column = rewards[:, index : index + 1]
             equal_here, rounding_here = equal_rewards(column, weight, scored[:, index], num_generations)
@@ -507,15 +527,18 @@ class OPOTrainer(GRPOTrainer):
         return torch.where(equal, rounding / 1e-8, 0.0)  # divided once per function, and their sum once more
 
     @torch.no_grad()
-    def _anchor_pass(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies `[B, T]` of the completions' tokens under the current policy."""
+    def _policy_logps(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+        """
+        Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy as it is now: where it has
+        not moved yet, the behaviour policy's.
+        """
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, checkpointing):
             logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
         return logps, entropies
 
     @torch.no_grad()
-    def _reference_pass(self, rows: Batch) -> Tensor:
+    def _reference_logps(self, rows: Batch) -> Tensor:
         """Log-probabilities `[B, T]` of the completions' tokens under TRL's reference policy."""
         reference: Any = self.ref_model
         adapters: AbstractContextManager = nullcontext()
@@ -530,7 +553,7 @@ class OPOTrainer(GRPOTrainer):
 
     def _token_logps(self, model, inputs: Batch, **options):
         """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
-        if self._planner.balance:  # those of a checkpoint may be placed for another attention
+        if self.planner.balance:  # those of a checkpoint may be placed for another attention
             model = shared_prompts.model_for(model, inputs)
         ids, mask, width = model_inputs(inputs)
         return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **image_entries(inputs))
@@ -538,14 +561,14 @@ class OPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
     ):
-        if self._skips_pass:
-            self._skips_pass = False
+        if self._leaves_out_logps:
+            self._leaves_out_logps = False
             zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
             return zeros, zeros, None
         self._check_padding(input_ids, attention_mask, logits_to_keep)
         logps = self._logps_of_trl
-        if batch_size is not None and self._planner.plans:
-            logps = partial(self._planner.score, logps)
+        if batch_size is not None and self.planner.plans:
+            logps = partial(self.planner.score, logps)
         return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
 
     def _logps_of_trl(self, model, *inputs, **options):
@@ -555,15 +578,14 @@ class OPOTrainer(GRPOTrainer):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, **named):
-        known = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
-        if known is not None:
-            return self.accelerator.gather(known.to(self.accelerator.device))
+        recorded = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
+        if recorded is not None:
+            return self.accelerator.gather(recorded.to(self.accelerator.device))
         with self._clock.phase("score"), checked(self), self._checks.scoring():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
         self._checks.check_rewards(rewards, completion_ids_list, inputs)
         if self._mode == "train":  # the log and the limit cover training only
-            for kind, count in count_failures(self.reward_funcs, len(completions), self.accelerator).items():
-                self._reward_failures[kind] = self._reward_failures.get(kind, 0) + count
+            self._reward_failures.add(self.reward_funcs, len(completions), self.accelerator)
         return rewards
 
     @cached_property
@@ -571,63 +593,68 @@ class OPOTrainer(GRPOTrainer):
         return padding.takes_positions(self.accelerator.unwrap_model(self.model))
 
     def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
-        """Before the first log-probabilities: find on what they depend. A model with images is taken as it is."""
+        """
+        Before the first log-probabilities, find whether they depend on the width of a batch `[B, P + T]`, with T =
+        `width`. A model with images is taken as it is.
+        """
         config = self.model.config
         if self._any_width is not None or config.get_text_config() is not config:
             return
         self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
         if not self._any_width:
-            self._takes_positions = False  # by whose maximum in a batch a model may scale them
+            self._takes_positions = False  # a model may scale positions by the largest one in a batch
             padding.reject_other_widths(self.args)
-        vars(self).pop("_planner", None)  # made before, it knew no better
+        vars(self).pop("planner", None)  # what it plans depends on what has been found now
 
     def _finish_rollout(self, rollout: Batch) -> Batch:
         """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
-        # Those of TRL's pass are good enough for escort weights, but in bfloat16 not for a log-ratio in micro-batches
-        # of another shape.
-        logps, entropies = rollout.pop("opo_logps", None), None
-        self._anchor_is_own = "old_per_token_logps" not in rollout
-        is_own = torch.full_like(rollout["advantages"], self._anchor_is_own, dtype=torch.bool)
+        # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
+        # micro-batches of another shape.
+        logps = rollout.pop("opo_logps", None)
+        entropies = None
+        self._policy_is_behaviour = "old_per_token_logps" not in rollout
+        by_policy = torch.full_like(rollout["advantages"], self._policy_is_behaviour, dtype=torch.bool)
         sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
         if sampled_elsewhere and not self._skipped.moved_at:
-            is_own = self._recognize_own(rollout)
+            by_policy = self._recognize_policy(rollout)
         logps = rollout.get("old_per_token_logps", logps)
-        anchor_pass = partial(self._anchor_pass, rollout, batch_size=self.args.per_device_train_batch_size)
+        policy_logps = partial(self._policy_logps, rollout, batch_size=self.args.per_device_train_batch_size)
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
-            current, entropies = anchor_pass()
-            logps = current if logps is None or self._anchor_is_own else logps
+            current, entropies = policy_logps()
+            logps = current if logps is None or self._policy_is_behaviour else logps
         moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
         if moves and "old_per_token_logps" not in rollout:
             # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
-            rollout["old_per_token_logps"] = anchor_pass()[0] if logps is None else logps
+            rollout["old_per_token_logps"] = policy_logps()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
-        rollout["opo_own"] = is_own  # whether the policy itself has sampled the completion
+        rollout["opo_own"] = by_policy
         # The optimizer step at which the policy is the behaviour policy; that of recorded completions is older.
-        rollout["opo_step"] = self._sampled_at() - (~is_own & self._replays_recorded).float()
+        rollout["opo_step"] = self._sampled_at() - (~by_policy & self._replays_recorded).float()
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
 
-    def _recognize_own(self, rollout: Batch) -> Tensor:
+    def _recognize_policy(self, rollout: Batch) -> Tensor:
         """
-        Samples, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the policy's:
-        as a log-ratio, the rounding would pull at a policy that has not moved.
+        Completions, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the
+        policy's: as a log-ratio, the rounding would pull at a policy that has not moved.
         """
         batch_size = self.args.per_device_train_batch_size
         with padding.evaluating(self.model):
-            current, entropies = self._anchor_pass(rollout, batch_size=batch_size)
-        recorded, mask = rollout["old_per_token_logps"], completion_tokens(rollout)
+            current, entropies = self._policy_logps(rollout, batch_size=batch_size)
+        recorded = rollout["old_per_token_logps"]
+        mask = completion_tokens(rollout)
         difference = token_mean((recorded - current).square(), mask).sqrt()
-        is_own = difference <= padding.rounding_of_logps(self)
-        rollout["old_per_token_logps"] = torch.where(is_own.unsqueeze(1), current, recorded)
-        if self.accelerator.gather(is_own).all():
+        by_policy = difference <= padding.rounding_of_logps(self)
+        rollout["old_per_token_logps"] = torch.where(by_policy.unsqueeze(1), current, recorded)
+        if self.accelerator.gather(by_policy).all():
             del rollout["old_per_token_logps"]
-            self._anchor_is_own = True
+            self._policy_is_behaviour = True
         elif self._replays_recorded:
             self._recorded.compare(self, recorded, current, entropies, mask)
-        return is_own
+        return by_policy
 
     def _sampled_at(self) -> int:
         """Number of optimizer steps before the rollout was sampled; with `prefetch_rollouts`, earlier than now."""
@@ -639,9 +666,23 @@ class OPOTrainer(GRPOTrainer):
         return asked_at
 
     def _targets(self, rollout: Batch, logps: Tensor | None) -> Batch:
-        """Compute the target of the complete rollout; returns what this process's samples need for the loss."""
-        mode = self._mode
-        num_generations = self.num_generations if mode == "train" else self.num_generations_eval
+        """Compute the targets of the complete rollout; returns what this process's completions need for the loss."""
+        groups, lengths = self._groups(rollout, logps)
+        targets = self.policy_objective.targets(groups)
+        self._note_targets(targets, groups)
+        columns = {
+            "opo_target": targets.target,
+            "opo_valid": groups.valid,
+            "opo_mu": targets.mu,
+            "opo_scale": self.policy_objective.scale(lengths, groups.valid),
+        }
+        expanded = {name: column.expand_as(targets.target) for name, column in columns.items()}
+        local = own_samples(rollout, expanded, self.accelerator)
+        return as_batch({**local, "opo_valid": local["opo_valid"].bool()})
+
+    def _groups(self, rollout: Batch, logps: Tensor | None) -> tuple[Groups, Tensor]:
+        """The completions of all processes as the objective sees them, and how many tokens of each count, `[N]`."""
+        num_generations = self.num_generations if self._mode == "train" else self.num_generations_eval
         advantages, length, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, self.accelerator)
         valid = (length > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
         # An override may subtract the mean of equal rewards, too. A constant that it adds is a signal.
@@ -660,25 +701,28 @@ class OPOTrainer(GRPOTrainer):
             vocab_size=self.model.config.get_text_config().vocab_size if self.policy_objective.reads_logps else 0,
             has_rewards="rewards_per_func" in rollout,
         )
-        found = self.policy_objective.targets(groups)
-        target = found.target
-        self._drive_metrics[mode] = {name: value.item() for name, value in rollout_metrics(found, groups).items()}
-        if mode == "train":
-            if not (self.state.global_step or target.any()):
-                said = "The rewards of all groups are equal, so no completion has a learning signal"
-                fix = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}? "
-                fix = "" if self._replays_recorded else fix  # of recorded rewards, a warning on loading says why
-                logger.warning_once(f"{said} in the first rollout. {fix}Try easier problems, or larger groups.")
-            self._advantages = advantages.where(valid, torch.nan)
-            self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
-        scale = self.policy_objective.scale(length, valid)
-        columns = {"opo_target": target, "opo_valid": valid, "opo_mu": found.mu, "opo_scale": scale}
-        own = own_samples(rollout, {n: column.expand_as(target) for n, column in columns.items()}, self.accelerator)
-        return as_batch({**own, "opo_valid": own["opo_valid"].bool()})
+        return groups, length
+
+    def _note_targets(self, targets: Targets, groups: Groups) -> None:
+        """Keep what the log says of a rollout's targets; in training also its advantages, and warn if all are 0."""
+        metrics = rollout_metrics(targets, groups)
+        self._target_metrics[self._mode] = {name: value.item() for name, value in metrics.items()}
+        if self._mode == "eval":
+            return
+        if self.state.global_step == 0 and not targets.target.any():
+            # Of recorded rewards, a warning on loading says why.
+            question = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}? "
+            logger.warning_once(
+                "The rewards of all groups are equal, so no completion has a learning signal in the first rollout. "
+                f"{'' if self._replays_recorded else question}Try easier problems, or larger groups."
+            )
+        advantages = groups.advantages
+        self._advantages = advantages.where(groups.valid, torch.nan)
+        self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
 
     # 3. Micro-batches
 
-    def _drawn(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
+    def _next_micro_batches(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
         """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
         if self._window_start is None:
@@ -687,7 +731,7 @@ class OPOTrainer(GRPOTrainer):
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
         index, place = divmod(self._step, args.micro_steps_per_rollout)
         if place == 0:
-            self._place = next_place(self._place, args.prompts_per_rollout, self._n_prompts)
+            self._place = self._place.after_rollout(args.prompts_per_rollout, self._n_prompts)
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
@@ -703,23 +747,23 @@ class OPOTrainer(GRPOTrainer):
         return self._cut_pass[place]
 
     def _rows_of_pass(self, index: int, passed: int) -> Batch:
-        """This process's samples in a pass over the rollout of this index, after `passed` passes over it."""
+        """This process's completions in a pass over the rollout of this index, after `passed` passes over it."""
         rows = self._replay.rows_of_pass(index, passed)
-        if passed and self.args.max_staleness and isinstance(self.policy_objective, GRPO):
-            # Their losses are divided by the number of tokens of all processes' samples: here, of those drawn.
+        if passed and self.args.max_staleness and self.policy_objective.scales_by_pass:
             lengths = self.accelerator.gather(completion_tokens(rows).sum(dim=1)).double()
             scale = self.policy_objective.scale(lengths, torch.ones_like(lengths, dtype=torch.bool))
             rows = {**rows, "opo_scale": torch.full_like(rows["opo_scale"], scale.item())}
         return rows
 
     @property
-    def _has_own_loss(self) -> bool:
-        """Whether the loss is that of this class: a subclass's may be a mean, and count on as many micro-batches."""
+    def _loss_is_overridden(self) -> bool:
+        """Whether a subclass computes the loss: it may be a mean, and count on as many micro-batches."""
         losses = type(self).compute_loss, type(self)._compute_loss
-        return losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
+        return losses != (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
 
     @cached_property
-    def _planner(self) -> Planner:
+    def planner(self) -> Planner:
+        """What cuts this run's optimizer steps into micro-batches."""
         zero_stage = self.accelerator.state.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
         sharded = (
             zero_stage >= 2 or self.is_fsdp_enabled or getattr(self, "is_distributed_loading_by_transformers", False)
@@ -733,7 +777,7 @@ class OPOTrainer(GRPOTrainer):
             # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
             plans=(
                 self.args.plan_micro_batches
-                and self._has_own_loss
+                and not self._loss_is_overridden
                 and self.pad_to_multiple_of is None
                 and self._any_width is not False
             ),
@@ -743,62 +787,64 @@ class OPOTrainer(GRPOTrainer):
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
         self._check_padding(*model_inputs(steps[0]))
         self._checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
-        n_batches = self.args.steps_per_generation // len(steps)
-        on_policy = [(number + 1) * n_batches <= until_update for number in range(len(steps))]
-        for rows, policy in zip(steps, on_policy, strict=True):
+        n_calls = self.args.steps_per_generation // len(steps)  # of `training_step`, of each optimizer step
+        on_policy = [(number + 1) * n_calls <= until_update for number in range(len(steps))]
+        for rows, is_on_policy in zip(steps, on_policy, strict=True):
             mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
-            # Which samples have no gradient while the policy is the behaviour policy
-            idle = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-            rows["opo_idle"] = idle & rows["opo_own"]
-            if policy and self._anchor_is_own:  # the log-ratio of an on-policy step is exactly 0
+            at_rest = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
+            rows["opo_idle"] = at_rest & rows["opo_own"]
+            if is_on_policy and self._policy_is_behaviour:  # the log-ratio of an on-policy step is exactly 0
                 rows.pop("old_per_token_logps", None)
-        skippable = (self._zero_gradient(rows, policy) for rows, policy in zip(steps, on_policy, strict=True))
-        planned = []
-        for rows, policy, cut in zip(steps, on_policy, self._planner.micro_batches(steps, skippable), strict=True):
-            if not policy and "old_per_token_logps" not in rows:
-                # Now, because the policy is still the behaviour policy; a step before the next update needs no pass.
-                # In bfloat16 a sample has the same log-probabilities only in a micro-batch of the same shape: another
+        without_gradient = (self._zero_gradient(*step) for step in zip(steps, on_policy, strict=True))
+        cuts = self.planner.micro_batches(steps, without_gradient)
+        batches_of_calls = []
+        for rows, is_on_policy, cut in zip(steps, on_policy, cuts, strict=True):
+            if not is_on_policy and "old_per_token_logps" not in rows:
+                # Now, because the policy is still the behaviour policy; a step before the next update needs none. In
+                # bfloat16 a completion has the same log-probabilities only in a micro-batch of the same shape: another
                 # would leave a log-ratio that is only rounding.
                 for micro_batch in cut:
-                    micro_batch["old_per_token_logps"], _ = self._anchor_pass(micro_batch)
+                    micro_batch["old_per_token_logps"], _ = self._policy_logps(micro_batch)
             if self.beta != 0.0 and not self._skipped.moved_at:
                 # As long as the policy is the reference, their difference is only rounding in any other shape.
                 for micro_batch in cut:
-                    of_trl = micro_batch["ref_per_token_logps"]
-                    micro_batch["ref_per_token_logps"] = self._reference_pass(micro_batch)
-                    self._checks.check_reference(of_trl, micro_batch)
+                    logps_of_trl = micro_batch["ref_per_token_logps"]
+                    micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
+                    self._checks.check_reference(logps_of_trl, micro_batch)
             # The last call of an optimizer step gets at least one: in its backward pass processes exchange gradients.
-            planned += spread(cut, n_batches)
-        return planned
+            batches_of_calls += spread(cut, n_calls)
+        return batches_of_calls
 
-    def _cut_again(self, steps: list[Batch]) -> list[list[Batch]]:
+    def _cut_anew(self, steps: list[Batch]) -> list[list[Batch]]:
         """Micro-batches of a pass, of which a checkpoint holds these last steps, divided otherwise than before."""
         self._check_padding(*model_inputs(steps[0]))
-        planned = []
-        for cut in self._planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
-            planned += spread(cut, len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size)
-        return [[]] * (self.args.steps_per_generation - len(planned)) + planned
+        n_calls = len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size
+        batches_of_calls: list[list[Batch]] = []
+        for cut in self.planner.micro_batches(steps, (rows["opo_filler"] for rows in steps)):
+            batches_of_calls += spread(cut, n_calls)
+        n_past = self.args.steps_per_generation - len(batches_of_calls)
+        return [[]] * n_past + batches_of_calls
 
     def _zero_gradient(self, rows: Batch, on_policy: bool) -> Tensor:
-        """Samples, bool `[B]`, that a plan can leave out, as TRL's options give them no gradient either."""
-        alone = self.beta == 0.0 and not self.args.entropy_coef and not self.aux_loss_enabled
-        if not (alone and self.args.skip_inert_rows):
+        """Completions, bool `[B]`, that a step can leave out, as TRL's options give them no gradient either."""
+        has_other_terms = self.beta != 0.0 or self.args.entropy_coef or self.aux_loss_enabled
+        if has_other_terms or not self.args.skip_inert_rows:
             return torch.zeros_like(rows["opo_idle"])
         # Log-probabilities of an override may be those of another policy.
-        unmoved = on_policy and "old_per_token_logps" not in rows
+        is_behaviour_policy = on_policy and "old_per_token_logps" not in rows
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
-        never = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask, moved=True)
-        return never | (rows["opo_idle"] & unmoved)
+        always = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask, moved=True)
+        return always | (rows["opo_idle"] & is_behaviour_policy)
 
     def training_step(self, model, inputs, num_items_in_batch=None, **named):
         """
         Draw micro-batches; of each, one call of `compute_loss` and one backward pass. Returns the sum of their losses.
         """
         began = time.perf_counter()
-        model.train()  # so that `_drawn` generates for training
+        model.train()  # so that a rollout is made for training
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers: generate with the weights that are trained
-        micro_batches = self._drawn(inputs)
+        micro_batches = self._next_micro_batches(inputs)
         loss = torch.zeros((), device=self.accelerator.device)
         with without_exchange(self, model):
             for micro_batch in micro_batches[:-1]:
@@ -807,14 +853,14 @@ class OPOTrainer(GRPOTrainer):
         self._current_train_step_time += time.perf_counter() - began
         if micro_batches:
             loss += super().training_step(model, micro_batches[-1], num_items_in_batch, **named)
-        else:  # all samples of the optimizer step are in its other calls
+        else:  # all completions of the optimizer step are in its other calls
             self._step += 1
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
             self._log_step(self._reports)
             self._reports = []
         if self.accelerator.sync_gradients and self.num_iterations > 1:
-            calls = np.arange(self._window_start, self._step) % self.args.micro_steps_per_rollout
-            passes = calls // self.args.steps_per_generation + 1
+            calls = np.arange(self._window_start, self._step)
+            passes = calls % self.args.micro_steps_per_rollout // self.args.steps_per_generation + 1
             self._append("train", "opo/pass", float(passes.mean()))
         return loss
 
@@ -825,15 +871,15 @@ class OPOTrainer(GRPOTrainer):
     # 4. The loss
 
     def _compute_loss(self, model, inputs: Batch, **_) -> Tensor:
-        """Sum of the losses of some samples of an optimizer step, divided by the number of the step's samples."""
+        """Sum of the losses of some completions of an optimizer step, divided by their number in the step."""
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         losses, report = self._sample_losses(inputs, logps, entropies)
         reports = [report]
         if "opo_filler" in inputs:
-            unmoved = "old_per_token_logps" not in inputs
-            left_out = partial(SampleReport.of_skipped, mu=inputs["opo_mu"].max(), on_policy=unmoved)
+            on_policy = "old_per_token_logps" not in inputs
+            left_out = partial(SampleReport.of_skipped, mu=inputs["opo_mu"].max(), on_policy=on_policy)
             reports = [report.with_fillers(inputs["opo_filler"], left_out(inputs["opo_counts"]))]
             if "opo_skipped" in inputs:
                 reports.append(left_out(inputs["opo_skipped"]))
@@ -846,36 +892,45 @@ class OPOTrainer(GRPOTrainer):
             return loss / len(losses)
         self._reports += reports
         loss = loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
-        if self._has_own_loss:
+        if not self._loss_is_overridden:
             self._checks.note_backward(loss)
         return loss
 
     def _sample_losses(self, inputs: Batch, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
-        """Loss of each sample, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
+        """Loss of each completion, `[B]`, from the log-probabilities and entropies of its tokens, `[B, T]`."""
         samples = self._samples(inputs, logps)
-        mask, steering = samples.mask, inputs.get("opo_steering", samples.mask)
+        mask = samples.mask
         loss = self.policy_objective.loss(samples)
         kl = torch.zeros_like(samples.target)
         if self.beta != 0.0:
-            reference, corrected = inputs["ref_per_token_logps"], self.args.use_bias_correction_kl
-            kl = self.policy_objective.kl(reference, samples, corrected=corrected)
-        # Until a step may have moved the policy, the log-ratio of an idle sample is only rounding, and Adam would make
-        # a full step of it.
-        idle = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no gradient
-        still = idle & (inputs["opo_step"] >= self._skipped.moved_at)
+            reference_logps = inputs["ref_per_token_logps"]
+            kl = self.policy_objective.kl(reference_logps, samples, corrected=self.args.use_bias_correction_kl)
+        # Until a step may have moved the policy, the log-ratio of a completion at rest is only rounding, and Adam
+        # would make a full step of it.
+        rests_on_policy = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # none in an evaluation
+        at_rest = rests_on_policy & (inputs["opo_step"] >= self._skipped.moved_at)
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
-        losses = policy_losses = inputs["opo_scale"] * (loss.total(still) + kl_losses)
+        policy_losses = inputs["opo_scale"] * (loss.total(at_rest) + kl_losses)
+        losses = policy_losses
         if self.args.entropy_coef:
-            losses = policy_losses - self.args.entropy_coef * token_mean(entropies, steering)
-        tokens, entropy = mask.sum(dim=1), torch.where(mask, entropies, 0.0).sum(dim=1)
-        return losses, SampleReport.of(samples, loss, kl=kl, policy_loss=policy_losses, tokens=tokens, entropy=entropy)
+            entropies_of_mean = inputs.get("opo_steering", mask)
+            losses = policy_losses - self.args.entropy_coef * token_mean(entropies, entropies_of_mean)
+        report = SampleReport.of(
+            samples,
+            loss,
+            kl=kl,
+            policy_loss=policy_losses,
+            tokens=mask.sum(dim=1),
+            entropy=torch.where(mask, entropies, 0.0).sum(dim=1),
+        )
+        return losses, report
 
     def _samples(self, inputs: Batch, logps: Tensor) -> Samples:
-        """The samples of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
-        # Without a token that counts, an invalid sample has no log-ratio, no KL term and no entropy bonus.
+        """The completions of a micro-batch as the objective sees them; `logps` are those of their tokens, `[B, T]`."""
+        # Without a token that counts, an invalid completion has no log-ratio, no KL term and no entropy bonus.
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
         # Where the behaviour policy's are not stored, it is the policy itself.
-        anchor = inputs.get("old_per_token_logps", logps.detach())
+        behaviour_logps = inputs.get("old_per_token_logps", logps.detach())
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
             ratio = inputs["importance_sampling_ratio"]  # `[B, 1]` in TRL's modes of sequences, `[B, T]` of tokens
@@ -884,14 +939,14 @@ class OPOTrainer(GRPOTrainer):
             keep = self.get_off_policy_mask(
                 advantages=inputs["advantages"].unsqueeze(1),
                 per_token_logps=logps,
-                sampling_per_token_logps=inputs.get("sampling_per_token_logps", anchor),
+                sampling_per_token_logps=inputs.get("sampling_per_token_logps", behaviour_logps),
                 mask=mask,
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
         return Samples(
             logps=logps,
-            anchor_logps=anchor,
+            anchor_logps=behaviour_logps,
             mask=mask,
             target=inputs["opo_target"],
             mu=inputs["opo_mu"],
@@ -912,23 +967,26 @@ class OPOTrainer(GRPOTrainer):
         # TRL logs how long it generates; to trackio even if its run has not begun or is over.
         with nullcontext() if self.is_in_train else temporarily(self.args, report_to=[]):
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **named)
-        own = self._metrics["eval"]
+        metrics = self._metrics["eval"]
         if self._evaluated and has_length(dataloader.dataset):
-            rewards = torch.cat(self._evaluated)[: len(dataloader.dataset) * self.num_generations_eval]
-            total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-            own["reward"] = [total[~rewards.isnan().all(dim=1)].mean().item()]
-            means = zip(self.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=True)
-            own.update({f"rewards/{name}/mean": [mean] for name, mean in means})
+            n_completions = len(dataloader.dataset) * self.num_generations_eval
+            rewards = torch.cat(self._evaluated)[:n_completions]
+            totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+            is_scored = ~rewards.isnan().all(dim=1)
+            metrics["reward"] = [totals[is_scored].mean().item()]
+            for name, mean in zip(self.reward_func_names, rewards.nanmean(dim=0).tolist(), strict=True):
+                metrics[f"rewards/{name}/mean"] = [mean]
         if metric_key_prefix != "eval":  # TRL puts "eval_" before all alike
-            of_dataset = {f"{metric_key_prefix.removeprefix('eval_')}_{name}": values for name, values in own.items()}
-            self._metrics["eval"] = defaultdict(list, of_dataset)
+            dataset = metric_key_prefix.removeprefix("eval_")
+            named_metrics = {f"{dataset}_{name}": values for name, values in metrics.items()}
+            self._metrics["eval"] = defaultdict(list, named_metrics)
         return output
 
     def _log_step(self, reports: list[SampleReport]):
         """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""
         mode = self._mode
         samples = SampleReport.gather(reports, self.accelerator)
-        metrics = {f"opo/{name}": value for name, value in self._drive_metrics[mode].items()}
+        metrics = {f"opo/{name}": value for name, value in self._target_metrics[mode].items()}
         metrics |= metrics_of_samples(
             samples, self.policy_objective, kl=self.beta != 0.0, bonus=self.args.entropy_coef != 0.0
         )
@@ -946,9 +1004,8 @@ class OPOTrainer(GRPOTrainer):
                 metrics[f"opo/time/{phase}"].append(seconds)
             efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             self._append("train", "opo/gradient_response_efficiency", efficiency)
-            for kind, count in self._reward_failures.items():
+            for kind, count in self._reward_failures.take().items():
                 metrics[kind].append(count)
-            self._reward_failures = dict.fromkeys(self._reward_failures, 0)
             metrics["opo/skipped_steps"].append(self._skipped.total)
         super().log(logs, start_time, **named)
 
@@ -960,7 +1017,8 @@ class OPOTrainer(GRPOTrainer):
         return checkpoint.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
-        self._checks.check_step(None if self._window_start is None else self._step - self._window_start)
+        if self._window_start is not None:
+            self._checks.check_step(self._step - self._window_start)
         if self._checks.is_complete:
             self._first_step = None
         norm = super()._get_grad_norm(model, grad_norm, **named)
@@ -968,8 +1026,8 @@ class OPOTrainer(GRPOTrainer):
 
     def _maybe_log_save_evaluate(self, *args, **named):
         limit = self.args.max_completions
-        spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
-        if spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
+        is_spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
+        if is_spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
             # End the run after this step, and log, save and evaluate what Transformers does at the last of `max_steps`
             last = replace(self.state, max_steps=self.state.global_step)
             DefaultFlowCallback().on_step_end(self.args, last, self.control)
@@ -980,13 +1038,13 @@ class OPOTrainer(GRPOTrainer):
     # 6. A checkpoint: saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial, **named):
-        with checkpoint.saving(self, trial):
+        with checkpoint.saving(self, Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, **named)
 
     def _save_rng_state(self, output_dir: str, **named):
         super()._save_rng_state(output_dir, **named)
         folder = Path(output_dir)
-        torch.save(checkpoint.state_of(self), checkpoint.state_file(folder, self.accelerator.process_index))
+        checkpoint.save_state(folder, self.accelerator.process_index, self._state())
         if self.args.sync_ref_model:
             checkpoint.MovingReference(self).save(folder)
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
@@ -998,9 +1056,90 @@ class OPOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _restore(self, folder: Path) -> None:
-        checkpoint.restore(self, folder)
+        process = self.accelerator.process_index
+        state = checkpoint.load_state(folder, process)
+        saved = state["settings"]
+        current = self.current_settings
+        changes = checkpoint.changes_of_cut(saved, current)
+        if changes:
+            self.accelerator.print(f"Resuming with {', '.join(changes)}.")
+            state = checkpoint.divided_state(folder, current, process)
+        if saved["processes"] != current["processes"]:
+            checkpoint.draw_random_state(self.args.seed, self.state.global_step, process)
+        self._load_state(state, is_divided=bool(changes))
         if self.args.sync_ref_model:
             checkpoint.MovingReference(self).load(folder)
+
+    @property
+    def current_settings(self) -> dict[str, Any]:
+        """Settings that determine the rest of a run, for a checkpoint to compare."""
+        # Recorded rollouts as they were loaded: what is added depends on the number of processes, up to rounding.
+        data = self.train_dataset if self._recorded is None else self._recorded.dataset
+        return checkpoint.settings_of(self, name=self._name, optimizer=self._optimizer_class, data=data)
+
+    def _state(self) -> dict[str, Any]:
+        """What this process needs to resume exactly, besides weights, optimizer, schedule and random states."""
+        rollout, position = divmod(self._step, self.args.micro_steps_per_rollout)
+        is_inside_pass = position % self.args.steps_per_generation > 0
+        # Later passes are cut from the rollouts; the current one has been cut.
+        draws_from_rollouts = self.args.num_iterations > 1 and (self.args.max_staleness > 0 or position > 0)
+        return {
+            "settings": self._settings,
+            "rollout": rollout,
+            "position": position,
+            "place": self._place.state_dict(),
+            "prompt_stream": self._prompt_stream.state_dict() if self.args.max_sampling_rounds > 1 else {},
+            "completions_generated": self.completions_generated,
+            "replay": self._replay.state_dict() if draws_from_rollouts else {},
+            "micro_batches": self._cut_pass if is_inside_pass else None,
+            "advantage_range": self._advantage_range,
+            "target_metrics": self._target_metrics,
+            "reward_failures": self._reward_failures.state_dict(),
+            "skipped_steps": self._skipped.state_dict(),
+            "pending_loss": self._tr_loss,
+            "log": self._log_state(),
+        }
+
+    def _load_state(self, state: Mapping[str, Any], *, is_divided: bool) -> None:
+        """Go on from a state of [`~OPOTrainer._state`], perhaps `is_divided` among other processes."""
+        device = self.accelerator.device
+        self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]
+        saved = send_to_device(state["micro_batches"], device)
+        self._cut_pass = self._cut_anew(saved) if is_divided and saved is not None else saved
+        self._replay.load_state_dict(send_to_device(state["replay"], device))
+        self._place = Place(**state["place"])
+        if self.args.max_sampling_rounds > 1:
+            self._prompt_stream.load_state_dict(state["prompt_stream"])
+        self.completions_generated = state["completions_generated"]
+        self._advantage_range = state["advantage_range"]
+        self._target_metrics = state["target_metrics"]
+        self._reward_failures.load_state_dict(state["reward_failures"])
+        self._skipped.load_state_dict(state["skipped_steps"])
+        # The steps since the last log entry count in the next entry, but not in this call's mean loss.
+        self._tr_loss = state["pending_loss"].to(self.args.device)
+        self._total_loss_scalar = -self._tr_loss.item()
+        self._load_log_state(state["log"])
+
+    def _log_state(self) -> dict[str, Any]:
+        """What TRL and Transformers have not logged yet, without images."""
+        completions = {name: values for name, values in self._logs.items() if name != "images"}
+        return {
+            "last_step": self._globalstep_last_logged,
+            "metrics": self._metrics,
+            "completions": completions if self.log_completions else {},
+        }
+
+    def _load_log_state(self, state: Mapping[str, Any]) -> None:
+        self._globalstep_last_logged = state["last_step"]
+        for mode, metrics in state["metrics"].items():
+            self._metrics[mode].update(metrics)
+        logs: Any = self._logs  # name → values of the latest rollout, or name → column → values
+        for name, values in state["completions"].items():
+            if isinstance(values, dict):
+                for column, values_of_column in values.items():
+                    logs[name][column].extend(values_of_column)
+            else:
+                logs[name].extend(values)
 
     def _load_best_model(self, **named):
         super()._load_best_model(**named)

@@ -26,7 +26,7 @@ class SampledByVLLM(RoundsByShape):
 
     def _generate_once(self, inputs):
         rollout = super()._generate_once(inputs)
-        rollout["opo_logps"], _ = self._anchor_pass(rollout, batch_size=4)
+        rollout["opo_logps"], _ = self._policy_logps(rollout, batch_size=4)
         rollout["importance_sampling_ratio"] = torch.ones(len(rollout["advantages"]), 1)
         return rollout
 
@@ -62,7 +62,7 @@ def test_log_ratio_is_exactly_zero_while_the_policy_has_not_moved(tiny_model, tm
     # Negative control: a pass over the rollout, as wide as unplanned micro-batches, gives planned ones other values.
     part = next(part for part in trainer.steps[1].batches if "old_per_token_logps" in part)
     rollout = send_to_device(vars(trainer.rollouts[0]), trainer.accelerator.device)
-    early, _ = trainer._anchor_pass(rollout, batch_size=4)
+    early, _ = trainer._policy_logps(rollout, batch_size=4)
     width, mask = part["completion_ids"].size(1), part["completion_mask"].bool()
     ratio = token_sum(part["old_per_token_logps"] - early.cpu()[part["row"], :width], mask)
     assert (ratio.abs().max() > 1e-3) == planned

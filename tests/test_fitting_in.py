@@ -136,7 +136,8 @@ def test_images_of_several_sizes(tmp_path):
         )
         # A checkpoint holds text and numbers only; a tracker could not read an image's name.
         assert trainers[-1]._logs["images"]
-        logs = json.loads(checkpoint.state_of(trainers[-1])["plain"])["logs"]
+        checkpoint.save_state(tmp_path, 0, trainers[-1]._state())
+        logs = checkpoint.load_state(tmp_path, 0)["log"]["completions"]
         assert logs["completion"]
         assert "images" not in logs
         moved = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}

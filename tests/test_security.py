@@ -99,7 +99,7 @@ def test_other_code_of_a_model_is_not_run_unless_it_is_trusted(model, tmp_path):
 
 
 def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
-    torch.save({"plain": Bomb(tmp_path / "harm")}, tmp_path / "rollout_state_0.pt")
+    torch.save({"text": Bomb(tmp_path / "harm")}, tmp_path / "rollout_state_0.pt")
     with pytest.raises(UnpicklingError):
         load_state(tmp_path, process=0)
     assert not (tmp_path / "harm").exists()

@@ -187,7 +187,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
 
     def inject(fill):
         def poison(rollout, trainer):
-            mask, anchor_pass = takes_part(rollout), trainer._anchor_pass
+            mask, anchor_pass = takes_part(rollout), trainer._policy_logps
             rollout["importance_sampling_ratio"] = torch.ones(mask.shape, device=mask.device)
             rollout["sampling_per_token_logps"], _ = anchor_pass(rollout)
             for name in ("ref_per_token_logps", *list(rollout)[-2:]):
@@ -198,7 +198,7 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
                 anchors.append(logps.masked_fill(~takes_part(part), fill))
                 return anchors[-1], entropies
 
-            trainer._anchor_pass = poisoned_anchor
+            trainer._policy_logps = poisoned_anchor
 
         anchors.clear()
         return poison

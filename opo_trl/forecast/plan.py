@@ -69,7 +69,7 @@ def _memory(trainer: Any) -> str:
     total = {moment: sum(components.values()) for moment, components in plan.items()}
     at = max(total, key=lambda moment: total[moment])
     prompt, completion = _row_tokens(trainer)
-    tokens = f"{trainer._planner.most_rows(prompt + completion)} × ({prompt:,} + {completion:,}) tokens"
+    tokens = f"{trainer.planner.most_rows(prompt + completion)} × ({prompt:,} + {completion:,}) tokens"
     components = sorted(plan[at].items(), key=lambda item: -item[1])
     lines = [
         f"peak {_human(total[at])} at {at} ({_sharding(trainer)} over {trainer.args.world_size}; {tokens})",
@@ -126,7 +126,7 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
             # "auto" is what Transformers fills in.
             bucket=model.config.get_text_config().hidden_size ** 2 if bucket == "auto" else float(bucket),
             live=float(zero.get("stage3_max_live_parameters", 1e9)),
-            rows=trainer._planner.most_rows(prompt + completion),
+            rows=trainer.planner.most_rows(prompt + completion),
             prompt=prompt,
             completion=completion,
             checkpointing=args.gradient_checkpointing,

@@ -48,18 +48,20 @@ class DynamicSampling:
         if rollout.keys() & {*MULTIMODAL_KEYS}:
             raise ValueError(f"max_sampling_rounds={self.max_rounds} cannot replace samples with images. Set it to 1.")
         places = self._zero_variance(rollout, reward_weights)
-        first, rounds = len(places), 1
-        while places and rounds < self.max_rounds:
-            rounds += 1
+        n_places = len(places)
+        n_rounds = 1
+        while places and n_rounds < self.max_rounds:
+            n_rounds += 1
             n_further = math.ceil(len(places) / multiple) * multiple
             further = generate(self._local_prompts(n_further), False)
             useless = self._zero_variance(further, reward_weights)
-            used = [group for group in range(n_further) if group not in useless][: len(places)]
-            rollout = self._replace(rollout, further, places[: len(used)], used)
-            places = places[len(used) :]
+            useful = [group for group in range(n_further) if group not in useless]
+            n_replaced = min(len(useful), len(places))
+            rollout = self._replace(rollout, further, places[:n_replaced], useful[:n_replaced])
+            places = places[n_replaced:]
         return rollout, {
-            "rounds": rounds,
-            "frac_replaced": (first - len(places)) / n_prompts,
+            "rounds": n_rounds,
+            "frac_replaced": (n_places - len(places)) / n_prompts,
             "frac_without_spread": len(places) / n_prompts,
             "epoch": self.stream.position / self.stream.n_prompts,
         }
@@ -67,33 +69,45 @@ class DynamicSampling:
     def _local_prompts(self, count: int) -> list[int]:
         """This process's prompt indices in a round of `count` prompts, each repeated for its completions."""
         prompts = np.repeat(self.stream.draw(count), self.num_generations)
-        return np.split(prompts, self.accelerator.num_processes)[self.accelerator.process_index].tolist()
+        of_processes = np.split(prompts, self.accelerator.num_processes)
+        return of_processes[self.accelerator.process_index].tolist()
 
     def _zero_variance(self, rollout: Batch, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
-        _, length, _, _, per_func = gather_samples(rollout, None, self.accelerator)
-        valid = (length > 0) & ~per_func.isnan().all(dim=1)
-        equal, _ = equal_rewards(per_func, reward_weights.cpu().double(), valid, self.num_generations)
-        return equal[:: self.num_generations].nonzero().flatten().tolist()
+        _, length, _, _, rewards = gather_samples(rollout, None, self.accelerator)
+        valid = (length > 0) & ~rewards.isnan().all(dim=1)
+        equal, _ = equal_rewards(rewards, reward_weights.cpu().double(), valid, self.num_generations)
+        of_groups = equal[:: self.num_generations]
+        return of_groups.nonzero().flatten().tolist()
 
     def _replace(self, rollout: Batch, further: Batch, places: list[int], groups: list[int]) -> Batch:
         """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""
         accelerator = self.accelerator
-        to, of = self._samples(places), self._samples(groups)
+        targets = self._completions(places)
+        sources = self._completions(groups)
         n_local = len(rollout["advantages"])
         first = accelerator.process_index * n_local
-        mine = (to >= first) & (to < first + n_local)
-        # Every process has padded to its own longest sample, and has samples for the places of others.
-        tables = widths_of_tables(further)
-        own = torch.tensor([[*tables.values()]], device=accelerator.device)
-        widths = zip(tables, accelerator.gather(own).amax(dim=0).tolist(), strict=True)
-        further = to_widths(further, dict(widths))
+        is_local = (targets >= first) & (targets < first + n_local)
+        further = self._equally_wide(further)
+        replacements = exchange(further, sources[is_local], accelerator)
+        # Local completions in their order, but those to replace by the replacements, which come after them.
         order = np.arange(n_local)
-        order[to[mine] - first] = n_local + np.arange(mine.sum())
-        merged = take(concatenate([rollout, exchange(further, of[mine], accelerator)]), order)
+        order[targets[is_local] - first] = n_local + np.arange(is_local.sum())
+        merged = take(concatenate([rollout, replacements]), order)
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged
 
-    def _samples(self, groups: list[int]) -> np.ndarray:
-        n = self.num_generations
-        return np.array([group * n + i for group in groups for i in range(n)], dtype=int)
+    def _equally_wide(self, rollout: Batch) -> Batch:
+        """
+        A rollout with as many columns on every process. Each has padded to its own longest completion, and has
+        completions for the places of others.
+        """
+        columns = widths_of_tables(rollout)
+        local_widths = torch.tensor([[*columns.values()]], device=self.accelerator.device)
+        widths = self.accelerator.gather(local_widths).amax(dim=0).tolist()
+        return to_widths(rollout, dict(zip(columns, widths, strict=True)))
+
+    def _completions(self, groups: list[int]) -> np.ndarray:
+        """Numbers of the completions of some groups, over all processes."""
+        firsts = np.array(groups, dtype=int) * self.num_generations
+        return (firsts[:, None] + np.arange(self.num_generations)).reshape(-1)

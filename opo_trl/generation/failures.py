@@ -1,54 +1,75 @@
 """Rewards as the outermost override returns them, and how many completions they fail to score."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from trl import GRPOTrainer
 
 from ..rewards.errors import CountingReward, RewardError
-from ..trl import temporarily
 
 
 logger = get_logger(__name__)
 
 
-@contextmanager
-def recorded_rewards(trainer: GRPOTrainer) -> Iterator[list[tuple[torch.Tensor, list[list[int]]]]]:
+class RewardRecorder:
     """
-    Record the rewards over all processes, as the outermost override of `_calculate_rewards` returns them, and the
-    tokens of this process's completions.
+    In place of a trainer's `_calculate_rewards`, its outermost override, remembers its latest call: the `rewards` over
+    all processes that it has returned, `[N, number of functions]`, of which infinite ones count as unscored, and the
+    tokens of this process's completions, `completion_ids`.
     """
-    outermost = trainer._calculate_rewards
-    recorded: list[tuple[torch.Tensor, list[list[int]]]] = []
 
-    def calculate(inputs, prompts, completions, completion_ids_list, **named):
-        rewards = outermost(inputs, prompts, completions, completion_ids_list, **named)
+    rewards: torch.Tensor
+    completion_ids: list[list[int]]
+
+    def __init__(self, calculate: Callable[..., torch.Tensor]):
+        self._calculate = calculate
+
+    def __call__(self, inputs, prompts, completions, completion_ids_list, **named):
+        rewards = self._calculate(inputs, prompts, completions, completion_ids_list, **named)
         if rewards.isinf().any():
             logger.warning("Infinite rewards count as unscored. Fix the function, or have it return None.")
             rewards = rewards.masked_fill(rewards.isinf(), torch.nan)
-        recorded.append((rewards, completion_ids_list))
+        self.rewards = rewards
+        self.completion_ids = completion_ids_list
         return rewards
 
-    with temporarily(trainer, _calculate_rewards=calculate):
-        yield recorded
 
+@dataclass
+class RewardFailures:
+    """Completions that isolated rewards could not score, over all processes, since the last entry of the log."""
 
-def count_failures(rewards: Sequence[Any], n_completions: int, accelerator: Accelerator) -> dict[str, int]:
-    """
-    Completions of a round of generation that isolated `rewards` could not score, by kind, over all processes; empty
-    without such rewards. `RewardError` if these are half of them, or more.
-    """
-    isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
-    if not isolated:
-        return {}
-    counts = [sum(r.timeouts for r in isolated), sum(r.errors for r in isolated), len(isolated) * n_completions]
-    gathered = accelerator.gather(torch.tensor([counts], device=accelerator.device))
-    timeouts, errors, n_scores = gathered.sum(dim=0).tolist()
-    if 2 * (timeouts + errors) >= n_scores:
-        said = f"{timeouts + errors} of {n_scores} completions could not be scored"
-        raise RewardError(f"{said}: {timeouts} by running out of time, {errors} by errors. Warnings above say why.")
-    return {"reward/timeouts": timeouts, "reward/errors": errors}
+    counts: dict[str, int] = field(default_factory=dict)  # by kind; empty without isolated rewards
+
+    def add(self, rewards: Sequence[Any], n_completions: int, accelerator: Accelerator) -> None:
+        """Add those of a round of generation. `RewardError` if these are half of its completions, or more."""
+        isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
+        if not isolated:
+            return
+        timeouts = sum(reward.timeouts for reward in isolated)
+        errors = sum(reward.errors for reward in isolated)
+        counts = torch.tensor([[timeouts, errors, len(isolated) * n_completions]], device=accelerator.device)
+        timeouts, errors, n_scores = accelerator.gather(counts).sum(dim=0).tolist()
+        if 2 * (timeouts + errors) >= n_scores:
+            raise RewardError(
+                f"{timeouts + errors} of {n_scores} completions could not be scored: {timeouts} by running out of "
+                f"time, {errors} by errors. Warnings above say why."
+            )
+        for kind, count in (("reward/timeouts", timeouts), ("reward/errors", errors)):
+            self.counts[kind] = self.counts.get(kind, 0) + count
+
+    def take(self) -> dict[str, int]:
+        """The counts, which begin at 0 again."""
+        counts = self.counts
+        self.counts = dict.fromkeys(counts, 0)
+        return counts
+
+    def state_dict(self) -> dict[str, int]:
+        """Numbers, for [`~RewardFailures.load_state_dict`]."""
+        return self.counts
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from a state of [`~RewardFailures.state_dict`]."""
+        self.counts = dict(state)

@@ -386,10 +386,9 @@ class FirstStep:
         rounding = padding.rounding_of_logps(self.trainer)
         return max(rounding * (1 + math.sqrt(2 * math.log(n_tokens))), 0.01)
 
-    def check_step(self, n_calls: int | None) -> None:
-        """The backward passes of an optimizer step, of so many calls of `training_step`; `None` if it is not ours."""
-        if n_calls is not None:
-            self._report("the loss of an optimizer step", self._step_problems(n_calls))
+    def check_step(self, n_calls: int) -> None:
+        """The backward passes of an optimizer step, which was made by so many calls of `training_step`."""
+        self._report("the loss of an optimizer step", self._step_problems(n_calls))
 
     def _step_problems(self, n_calls: int) -> Iterator[str]:
         trainer = self.trainer

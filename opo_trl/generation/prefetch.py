@@ -33,7 +33,9 @@ class Prefetch:
         next_prompts: Callable[[], list[list[int]] | None],
         step: Callable[[], int],
     ):
-        self._generate, self._next_prompts, self._step = generate, next_prompts, step
+        self._generate = generate
+        self._next_prompts = next_prompts
+        self._step = step
         self._answer: Future[dict[str, Any]] | None = None
         self._request: dict[str, Any] = {}
         self._next_asked_at = 0
@@ -43,10 +45,12 @@ class Prefetch:
         """Answer a request, from what was asked for in advance if it is the same, and ask for the next rollout."""
         self.wait()  # a server of TRL's would mix up the answers of two requests at a time
         if self._answer is not None and request == self._request:
-            answer, self.asked_at = self._answer.result(), self._next_asked_at
+            answer = self._answer.result()
+            self.asked_at = self._next_asked_at
             self._answer = None
         else:
-            answer, self.asked_at = self._generate(**request), self._step()
+            answer = self._generate(**request)
+            self.asked_at = self._step()
         prompts = self._next_prompts()
         if prompts is not None:
             if self._answer is not None:
@@ -73,5 +77,7 @@ class Prefetch:
             except BaseException as error:  # `generate` raises it in the main thread
                 answer.set_exception(error)
 
-        self._request, self._answer, self._next_asked_at = request, answer, self._step()
+        self._request = request
+        self._answer = answer
+        self._next_asked_at = self._step()
         threading.Thread(target=ask, daemon=True).start()  # not waited for when the run ends

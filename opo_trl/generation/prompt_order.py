@@ -7,6 +7,8 @@ offers, so it draws from a [`PromptStream`].
 
 import itertools
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,48 +21,64 @@ def check_enough_prompts(available: int, args: OPOConfig) -> None:
     """Check that a dataset fills one rollout: TRL's sampler drops an incomplete one, and would train for no step."""
     needed = args.prompts_per_rollout
     if available < needed:
-        said = f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations}"
-        said += f" needs {needed} prompts for one rollout, but the dataset has {available}"
-        fix = "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`"
-        raise ValueError(f"{said}. Provide {needed}, or lower {fix}.")
+        raise ValueError(
+            f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
+            f"{needed} prompts for one rollout, but the dataset has {available}. Provide {needed}, or lower "
+            "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
+        )
 
 
-def next_place(place: Mapping[str, int], count: int, n_prompts: float) -> dict[str, int]:
-    """
-    The place after a rollout of `count` prompts: an epoch over `n_prompts`, and how many of it have been taken. At its
-    end, prompts that fill no rollout are left out.
-    """
-    epoch, taken = place["epoch"], place["prompts"]
-    if taken + count > n_prompts:
-        epoch, taken = epoch + 1, 0
-    return {"epoch": epoch, "prompts": taken + count}
+@dataclass(frozen=True)
+class Place:
+    """A place in the data: an epoch, and how many prompts of it have been taken."""
+
+    epoch: int = 0
+    prompts: int = 0
+
+    def after_rollout(self, count: int, n_prompts: float) -> "Place":
+        """
+        The place after a rollout of `count` prompts, in epochs over `n_prompts`. At the end of an epoch, prompts that
+        fill no rollout are left out.
+        """
+        begin = self if self.prompts + count <= n_prompts else self.next_epoch()
+        return Place(begin.epoch, begin.prompts + count)
+
+    def next_epoch(self) -> "Place":
+        """The beginning of the next epoch."""
+        return Place(self.epoch + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Numbers; `Place(**state)` is the place again."""
+        return asdict(self)
 
 
 class EpochSampler(RepeatSampler):
     """TRL's RepeatSampler, which would begin with the first epoch's order wherever a run is resumed."""
 
-    epoch = prompts = skipped = 0  # of the next iteration
+    start = Place()  # of the next iteration
+    skipped = 0  # micro-steps with which it begins
 
-    def begin(self, epoch: int, prompts: int, *, skipped: int) -> None:
+    def begin(self, place: Place, *, skipped: int) -> None:
         """
-        Begin the next iteration in an epoch, after some of its prompts. The first `skipped` micro-steps come in
-        addition: nobody reads their prompts.
+        Begin the next iteration at a place. The first `skipped` micro-steps come in addition: nobody reads their
+        prompts.
         """
-        self.epoch, self.prompts, self.skipped = epoch, prompts, skipped
+        self.start = place
+        self.skipped = skipped
 
     def __iter__(self) -> Iterator[int]:
-        skipped = itertools.repeat(0, self.skipped * self.batch_size * self.mini_repeat_count)
-        yield from itertools.islice(itertools.chain(skipped, self._samples()), len(self))
+        unread = itertools.repeat(0, self.skipped * self.batch_size * self.mini_repeat_count)
+        yield from itertools.islice(itertools.chain(unread, self._samples()), len(self))
 
     def _samples(self) -> Iterator[int]:
         """Prompts from the place on, epoch after epoch; of an incomplete rollout none."""
-        first = self.prompts
-        for epoch in itertools.count(self.epoch):
+        first = self.start.prompts
+        for epoch in itertools.count(self.start.epoch):
             order = self._order(epoch)
-            for start in range(first, self.num_samples - self.batch_size + 1, self.batch_size):
-                of_rollout = order[start : start + self.batch_size]
-                of_micro_step = [prompt for prompt in of_rollout for _ in range(self.mini_repeat_count)]
-                yield from of_micro_step * self.repeat_count
+            for begin in range(first, self.num_samples - self.batch_size + 1, self.batch_size):
+                prompts_of_rollout = order[begin : begin + self.batch_size]
+                samples = [prompt for prompt in prompts_of_rollout for _ in range(self.mini_repeat_count)]
+                yield from samples * self.repeat_count
             first = 0
 
     def _order(self, epoch: int) -> list[int]:
@@ -71,18 +89,28 @@ class EpochSampler(RepeatSampler):
             torch.randperm(self.num_samples, generator=self.generator)
         return torch.randperm(self.num_samples, generator=self.generator).tolist()
 
-    def prompts_after(self, place: Mapping[str, int]) -> list[int]:
-        """Indices of the prompts of the rollout that comes after a place ([`next_place`])."""
-        end = next_place(place, self.batch_size, self.num_samples)
-        return self._order(end["epoch"])[end["prompts"] - self.batch_size : end["prompts"]]
+    def prompts_after(self, place: Place) -> list[int]:
+        """Indices of the prompts of the rollout that comes after a place."""
+        end = place.after_rollout(self.batch_size, self.num_samples)
+        return self._order(end.epoch)[end.prompts - self.batch_size : end.prompts]
 
 
 class PromptStream:
     """Endless sequence of prompts, epoch after epoch. Each has every prompt once, however many a rollout takes."""
 
     def __init__(self, n_prompts: int, *, seed: int, shuffle: bool = True):
-        self.n_prompts, self.seed, self.shuffle = n_prompts, seed, shuffle
+        self.n_prompts = n_prompts
+        self.seed = seed
+        self.shuffle = shuffle
         self.position = 0  # of the next prompt
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, for [`~PromptStream.load_state_dict`]."""
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of [`~PromptStream.state_dict`]."""
+        self.position = state["position"]
 
     def draw(self, count: int) -> list[int]:
         """Indices of the next `count` prompts."""
@@ -92,7 +120,8 @@ class PromptStream:
             order = np.arange(self.n_prompts)
             if self.shuffle:
                 order = np.random.default_rng((self.seed, epoch)).permutation(self.n_prompts)
-            rest = order[place:][: count - len(drawn)].tolist()
-            drawn += rest
-            self.position += len(rest)
+            n_missing = count - len(drawn)
+            prompts = order[place : place + n_missing].tolist()
+            drawn += prompts
+            self.position += len(prompts)
         return drawn

@@ -43,7 +43,7 @@ def closed(
     *,
     chosen: Collection[str] = (),
     continuous: bool = False,
-    said: set[str] | None = None,
+    logged: set[str] | None = None,
 ) -> GenerationConfig:
     """
     A trainer's configuration of generation, closed against that of its model, of which it takes only special tokens
@@ -54,30 +54,32 @@ def closed(
         model: the policy, with its `generation_config`.
         chosen: fields that the user has set in `generation_kwargs`.
         continuous: whether it is for continuous batching, which does not know where a completion begins or ends.
-        said: what has been logged for this trainer about its model's configuration; `None` logs nothing.
+        logged: what has been logged for this trainer about its model's configuration; `None` logs nothing.
     """
     result = _Closed()
     vars(result).update(vars(config))
     tokens = _TOKENS if continuous else _TOKENS + _TOKENS_AT_ENDS
-    usual, kept, removed = GenerationConfig._get_default_generation_params(), {}, {}
+    defaults = GenerationConfig._get_default_generation_params()
+    adopted: dict[str, Any] = {}
+    removed: dict[str, Any] = {}
     for name, value in model.generation_config.to_dict().items():
-        if value is None or value == usual.get(name) or name in (*chosen, *_OVERRULED, *_METADATA):
+        if value is None or value == defaults.get(name) or name in (*chosen, *_OVERRULED, *_METADATA):
             continue
         is_open = getattr(result, name, None) is None
         if name in tokens:
-            kept[name] = value
+            adopted[name] = value
         if name == "suppress_tokens":  # TRL itself suppresses the tokens of images.
             result.suppress_tokens = sorted({*value, *(result.suppress_tokens or ())})
         elif is_open and name in (*tokens, *_EXECUTION):
             setattr(result, name, value)
         elif is_open and value:
             removed[name] = value
-    if said is not None:
-        _say(kept, removed, said)
+    if logged is not None:
+        _log_once(adopted, removed, logged)
     return result
 
 
-def _say(kept: Mapping[str, Any], removed: Mapping[str, Any], said: set[str]) -> None:
+def _log_once(adopted: Mapping[str, Any], removed: Mapping[str, Any], logged: set[str]) -> None:
     """Log once what a model's own configuration decides, and what it asks for in vain."""
 
     def named(values: Mapping[str, Any]) -> str:
@@ -87,10 +89,10 @@ def _say(kept: Mapping[str, Any], removed: Mapping[str, Any], said: set[str]) ->
     sentences = []
     if removed:
         sentences.append(f"{whose} asks for {named(removed)}, which is left out: `generation_kwargs` can set it.")
-    if kept:
-        sentences.append(f"{whose} decides {named(kept)}.")
+    if adopted:
+        sentences.append(f"{whose} decides {named(adopted)}.")
     text = printable(" ".join(sentences))
-    if text and text not in said:
-        is_usual = not removed and kept.keys() <= {"eos_token_id"}
+    if text and text not in logged:
+        is_usual = not removed and adopted.keys() <= {"eos_token_id"}
         logger.log(logging.INFO if is_usual else logging.WARNING, text)
-        said.add(text)
+        logged.add(text)

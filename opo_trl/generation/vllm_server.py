@@ -56,5 +56,7 @@ def _watch(url: str, done: threading.Event) -> None:
 
 
 def _message(url: str) -> str:
-    fix = "Start it again, and resume the run with `--resume_from_checkpoint last`"
-    return f"The vLLM server at {mask_text(url)} no longer answers as it should; its own log says why. {fix}."
+    return (
+        f"The vLLM server at {mask_text(url)} no longer answers as it should; its own log says why. Start it again, "
+        "and resume the run with `--resume_from_checkpoint last`."
+    )

@@ -24,13 +24,19 @@ def load(path: str, *, field: str = "model", trains: bool = True, **options: Any
 
     where = {name: options[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in options}
     name, base_options = base
-    model = PeftModel.from_pretrained(create_model_from_path(name, **base_options), path, is_trainable=trains, **where)
+    base_model = create_model_from_path(name, **base_options)
+    model = PeftModel.from_pretrained(base_model, path, is_trainable=trains, **where)
     stored = load_peft_weights(path, device="cpu", **where).keys()
     needed = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     # PEFT initializes a tensor that is missing, and ignores one that has no place. It may save embeddings, too.
-    if differing := (needed - stored) | (stored - needed - model.state_dict().keys()):
-        said = f"{field}={path!r}: {', '.join(sorted(differing)[:3])}, of {len(differing)} tensors, do not fit"
-        raise ValueError(f"{said} base_model_name_or_path={name!r}, or are missing. Restore the adapter's files.")
+    missing = needed - stored
+    unknown = stored - needed - model.state_dict().keys()
+    misfits = sorted(missing | unknown)
+    if misfits:
+        raise ValueError(
+            f"{field}={path!r}: {', '.join(misfits[:3])}, of {len(misfits)} tensors, do not fit "
+            f"base_model_name_or_path={name!r}, or are missing. Restore the adapter's files."
+        )
     return model
 
 
@@ -54,13 +60,18 @@ def prepared(model: str, args: Any, trainer_options: dict[str, Any]) -> dict[str
     if base_of("model", model, options) is None:
         return trainer_options
     if trainer_options.get("peft_config") is not None:
-        fix = "Remove `peft_config`, in a recipe `use_peft`, to train it on; or merge it into its base for a new one"
-        raise ValueError(f"model={model!r} is an adapter already. {fix}.")
+        raise ValueError(
+            f"model={model!r} is an adapter already. Remove `peft_config`, in a recipe `use_peft`, to train it on; or "
+            "merge it into its base for a new one."
+        )
     if trainer_options.get("processing_class") is not None:
         return trainer_options
     source, revision = tokenizer_source(model, options)
-    sides: Any = {"truncation_side": "left", "padding_side": "left"}
     processor = AutoProcessor.from_pretrained(
-        source, revision=revision, trust_remote_code=args.trust_remote_code, **sides
+        source,
+        revision=revision,
+        trust_remote_code=args.trust_remote_code,
+        truncation_side="left",
+        padding_side="left",
     )
     return trainer_options | {"processing_class": processor}

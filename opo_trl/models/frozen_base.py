@@ -1,5 +1,6 @@
 """Weights while they are sent to vLLM: sharded as in training, and those of a LoRA run's frozen base restored."""
 
+from collections.abc import Iterable
 from contextlib import ContextDecorator
 
 import torch
@@ -30,21 +31,30 @@ class FrozenBase(ContextDecorator):
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._kept: list[tuple[nn.Parameter, Tensor]] | None = None
+        self._copies: list[tuple[nn.Parameter, Tensor]] | None = None  # of the weights that a merge changes
 
     def __enter__(self) -> None:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        if self._kept is None:
-            # By identity: an output layer with an adapter may share its weights with embeddings that have none.
-            named = self._model.named_parameters(remove_duplicate=False)
-            bases = {id(p): p for name, p in named if ".base_layer." in name and not p.requires_grad}
-            parts = ((base, local_part(base)) for base in bases.values())
-            # From pinned memory, they return several times as fast.
-            self._kept = [(p, torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t)) for p, t in parts]
+        if self._copies is None:
+            self._copies = [(base, _host_copy(local_part(base))) for base in self._bases()]
+
+    def _bases(self) -> Iterable[nn.Parameter]:
+        """The frozen weights below adapters, each once."""
+        # By identity: an output layer with an adapter may share its weights with embeddings that have none.
+        bases: dict[int, nn.Parameter] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if ".base_layer." in name and not parameter.requires_grad:
+                bases[id(parameter)] = parameter
+        return bases.values()
 
     @torch.no_grad()
     def __exit__(self, *error) -> None:
-        for parameter, kept in self._kept or ():
-            local_part(parameter).copy_(kept, non_blocking=True)
+        for parameter, copy in self._copies or ():
+            local_part(parameter).copy_(copy, non_blocking=True)
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory: of a GPU's tensor in pinned memory, from where it returns several times as fast."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)

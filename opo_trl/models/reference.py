@@ -14,22 +14,32 @@ from . import adapter
 from .frozen_base import local_part
 
 
-def given(model: Any) -> AbstractContextManager[None]:
+def loading(model: Any) -> AbstractContextManager[None]:
     """
     Have TRL load a model by its name also if that is an adapter's, and take a loaded model as it is for its reference.
     It would read the files of the model's name again, without what has been merged, edited or trained since.
     """
 
-    def copied(path: str, **options: Any) -> Any:
-        if not (any(hasattr(weight, "ds_tensor") for weight in model.parameters()) or is_fsdp_managed_module(model)):
-            # Weights by `clone`, since not every device copies storages; packed ones copy themselves.
-            weights = [weight for weight in model.parameters() if type(weight) is Parameter]
-            memo: Any = {id(weight): Parameter(weight.detach().clone(), requires_grad=False) for weight in weights}
-            return deepcopy(model, memo | {id(own): own.clone() for own in model.buffers()}).eval()
-        copy = create_model_from_path(path, **options)  # in the same shards, under ZeRO-3 and FSDP2
-        for to, weight in zip(copy.parameters(), model.parameters(), strict=True):
-            local_part(to).copy_(local_part(weight))
-        return copy
+    def copy_of_model(path: str, **options: Any) -> Any:
+        is_sharded = any(hasattr(weight, "ds_tensor") for weight in model.parameters())
+        if not is_sharded and not is_fsdp_managed_module(model):
+            return _frozen_copy(model)
+        reference = create_model_from_path(path, **options)  # in the same shards, under ZeRO-3 and FSDP2
+        for target, source in zip(reference.parameters(), model.parameters(), strict=True):
+            local_part(target).copy_(local_part(source))
+        return reference
 
-    loader = adapter.load if isinstance(model, str) else copied
+    loader = adapter.load if isinstance(model, str) else copy_of_model
     return temporarily(grpo_trainer, create_model_from_path=loader)
+
+
+def _frozen_copy(model: Any) -> Any:
+    """A copy of a model in evaluation mode, whose weights are not trained."""
+    # By `clone`, since not every device copies storages; packed weights copy themselves.
+    copies: dict[int, Any] = {}
+    for weight in model.parameters():
+        if type(weight) is Parameter:
+            copies[id(weight)] = Parameter(weight.detach().clone(), requires_grad=False)
+    for buffer in model.buffers():
+        copies[id(buffer)] = buffer.clone()
+    return deepcopy(model, copies).eval()

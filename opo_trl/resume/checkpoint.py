@@ -1,7 +1,8 @@
 """
 What exact resumption adds to a checkpoint, and which checkpoint a run can be resumed from.
 
-A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is an `OPOTrainer`.
+A resumed run is bitwise identical to an uninterrupted one. The `trainer` of these functions is an `OPOTrainer`, which
+puts a state together from those of its parts.
 
 A checkpoint is complete once it has `trainer_state.json`, which Transformers writes last, when every process has
 written its part. Older checkpoints are deleted only after that.
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, send_to_device, set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from datasets import Dataset
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -31,14 +32,17 @@ from ..checks.files import free
 from ..config import CONTENT, OPTIMIZER, OPOConfig
 from ..models.frozen_base import local_part
 from ..reuse.reading import RECORDED
-from .other_processes import CUT, completions, divide, fitting, moved
+from .other_processes import CUT, completions, converted, divide, fitting
 
 
 logger = get_logger(__name__)
 
-FORMAT = 5  # of the state
+FORMAT = 6  # of the files of states
 
 LAST = (True, "true", "True", "last", "auto")  # names of a run's last complete checkpoint
+
+# Entries of a state that hold tensors. All others are numbers and text.
+_WITH_TENSORS = ("replay", "micro_batches", "pending_loss")
 
 
 # Writing and reading
@@ -54,26 +58,45 @@ def read(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
+def save_state(folder: Path, process: int, state: Mapping[str, Any]) -> None:
+    """Write a process's state, so that `torch.load` reads it with `weights_only=True`."""
+    tensors = {name: state[name] for name in _WITH_TENSORS}
+    others = {name: value for name, value in state.items() if name not in _WITH_TENSORS}
+    # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because `torch.load`
+    # would reject it.
+    text = json.dumps(others, default=_as_json)
+    torch.save({"format": FORMAT, "text": text, **tensors}, state_file(folder, process))
+
+
 def load_state(folder: Path, process: int) -> dict[str, Any]:
     """Read a process's state. A `ValueError` if another version of this package saved it."""
     path = state_file(folder, process)
-    state = read(path if path.exists() else state_file(folder, 0))  # of a run on fewer processes
-    if state.get("format") != FORMAT:
+    stored = read(path if path.exists() else state_file(folder, 0))  # of a run on fewer processes
+    if stored.get("format") != FORMAT:
         fix = "Resume it with that version, or set `model_name_or_path` to it to start from its weights"
         raise ValueError(f"{str(folder)!r} was saved by another version of opo_trl. {fix}.")
-    return state | {"settings": json.loads(state["plain"])["settings"]}
+    tensors = {name: stored[name] for name in _WITH_TENSORS}
+    return {**json.loads(stored["text"]), **tensors}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, deque):
+        return list(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @contextmanager
-def saving(trainer: Any, trial: Any) -> Iterator[None]:
-    """Within this context a checkpoint is saved; at any moment the run has a complete one, if it had one before."""
-    folder = Path(trainer._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+def saving(trainer: Any, run: Path) -> Iterator[None]:
+    """
+    Within this context a checkpoint is saved in the folder of a `run`; at any moment the run has a complete one, if it
+    had one before.
+    """
     if trainer.args.should_save:
-        _make_way(folder)
+        _make_way(run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
     trainer.accelerator.wait_for_everyone()
     yield
     if trainer.args.should_save:
-        for path in _latest_first(folder.parent):
+        for path in _latest_first(run):
             if path.name.startswith("_"):
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -92,113 +115,51 @@ def _make_way(folder: Path) -> None:
             path.rename(aside)
             logger.warning(f"{path} is later than step {_step(folder)}, where the run is now: it is kept as {aside}.")
     if fault(folder) is None:
-        kept = folder.with_name(f"_{folder.name}")
-        shutil.rmtree(kept, ignore_errors=True)
-        folder.rename(kept)
+        backup = folder.with_name(f"_{folder.name}")
+        shutil.rmtree(backup, ignore_errors=True)
+        folder.rename(backup)
     shutil.rmtree(folder, ignore_errors=True)  # files of an earlier attempt
 
 
 def _latest_first(run: Path) -> list[Path]:
     """Checkpoints of a run by their steps; one that is being replaced comes after its replacement."""
+
+    def order(path: Path) -> tuple[int, bool]:
+        return _step(path), not path.name.startswith("_")
+
     name = re.compile(rf"_?{PREFIX_CHECKPOINT_DIR}-\d+")
-    found = [path for path in run.glob(f"*{PREFIX_CHECKPOINT_DIR}-*") if name.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (_step(path), not path.name.startswith("_")), reverse=True)
+    checkpoints = [path for path in run.glob(f"*{PREFIX_CHECKPOINT_DIR}-*") if name.fullmatch(path.name)]
+    return sorted(checkpoints, key=order, reverse=True)
 
 
 def _step(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-# The state of a process
+# What a state says
 
 
-def state_of(trainer: Any) -> dict[str, Any]:
-    """
-    What this process needs to resume exactly, besides weights, optimizer, schedule and random states: tensors, numbers
-    and text, which `torch.load` reads with `weights_only=True`.
-    """
-    args, logs = trainer.args, trainer._logs
-    rollout, position = divmod(trainer._step, args.micro_steps_per_rollout)
-    replays = args.max_staleness > 0 or position > 0
-    return {
-        "format": FORMAT,
-        "rollout": rollout,
-        "position": position,
-        # Later passes are cut from the samples; this one has been cut.
-        "replay": trainer._replay.state_dict() if args.num_iterations > 1 and replays else {},
-        "buffer": trainer._cut_pass if position % args.steps_per_generation else None,
-        "pending_loss": trainer._tr_loss,
-        # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because
-        # `torch.load` would reject it.
-        "plain": json.dumps(
-            {
-                "settings": trainer._settings,
-                "numbers": {name: getattr(*place) for name, place in _numbers(trainer).items()},
-                "metrics": trainer._metrics,
-                "logs": {n: logs[n] for n in logs if n != "images"} if trainer.log_completions else {},
-            },
-            default=_plain,
-        ),
-    }
+def changes_of_cut(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """By which settings a run cuts its rollouts otherwise than the run that saved a checkpoint, as text."""
+    return [f"{name} {saved[name]} → {current[name]}" for name in CUT if saved[name] != current[name]]
 
 
-def restore(trainer: Any, folder: Path) -> None:
-    """Resume from the states of [`state_of`] in a checkpoint."""
-    args, device, process = trainer.args, trainer.accelerator.device, trainer.accelerator.process_index
-    state = load_state(folder, process)
-    saved, own = state["settings"], settings(trainer)
-    changed = [f"{name} {saved[name]} → {own[name]}" for name in CUT if saved[name] != own[name]]
-    if changed:
-        trainer.accelerator.print(f"Resuming with {', '.join(changed)}.")
-        state = divide([load_state(folder, each) for each in range(saved["processes"])], own, process)
-    if saved["processes"] != own["processes"]:  # Transformers restores the states of some processes
-        seeds = np.random.SeedSequence((args.seed, trainer.state.global_step, process))
-        set_seed(int(seeds.generate_state(1)[0]))
-    trainer._step = state["rollout"] * args.micro_steps_per_rollout + state["position"]
-    trainer._cut_pass = send_to_device(state["buffer"], device)
-    if changed and state["buffer"] is not None:
-        trainer._cut_pass = trainer._cut_again(trainer._cut_pass)
-    trainer._replay.load_state_dict(send_to_device(state["replay"], device))
-    # The steps since the last log entry count in the next entry, but not in this call's mean loss.
-    trainer._tr_loss = state["pending_loss"].to(args.device)
-    trainer._total_loss_scalar = -trainer._tr_loss.item()
-    plain = json.loads(state["plain"])
-    for name, (holder, attribute) in _numbers(trainer).items():
-        setattr(holder, attribute, plain["numbers"][name])
-    for mode, metrics in plain["metrics"].items():
-        trainer._metrics[mode].update(metrics)
-    logs: Any = trainer._logs  # name → values of the latest rollout, or name → column → values
-    for name, kept in plain["logs"].items():
-        if isinstance(kept, dict):
-            for column, values in kept.items():
-                logs[name][column].extend(values)
-        else:
-            logs[name].extend(kept)
+def divided_state(folder: Path, current: Mapping[str, Any], process: int) -> dict[str, Any]:
+    """The state of a process in a run with the `current` settings, from those of all processes of a checkpoint."""
+    n_saved = load_state(folder, 0)["settings"]["processes"]
+    return divide([load_state(folder, index) for index in range(n_saved)], current, process)
 
 
-def _numbers(trainer: Any) -> dict[str, tuple[Any, str]]:
-    """Name of each number of the state, and of which object it is an attribute."""
-    names = [*trainer._saved_numbers, *(["_prompt_stream.position"] if trainer.args.max_sampling_rounds > 1 else [])]
-    paths = {name: name.rpartition(".") for name in names}
-    return {name: (getattr(trainer, part) if part else trainer, last) for name, (part, _, last) in paths.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, deque):
-        return list(value)
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+def draw_random_state(seed: int, step: int, process: int) -> None:
+    """Set random states that are a function of these numbers: Transformers restores those of some processes only."""
+    seeds = np.random.SeedSequence((seed, step, process))
+    set_seed(int(seeds.generate_state(1)[0]))
 
 
 def has_spent_budget(args: OPOConfig, state: Mapping[str, Any]) -> bool:
     """Whether the state of a checkpoint ends a run that has generated `max_completions`."""
-    generated = json.loads(state["plain"])["numbers"]["completions_generated"]
-    spent = args.max_completions is not None and generated >= args.max_completions
-    return spent and needs_rollout(args, state["position"])
-
-
-def place_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """Place in the data, an epoch and how many of its prompts have been taken, of a checkpoint with this state."""
-    return json.loads(state["plain"])["numbers"]["_place"]
+    is_spent = args.max_completions is not None and state["completions_generated"] >= args.max_completions
+    return is_spent and needs_rollout(args, state["position"])
 
 
 def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
@@ -218,29 +179,31 @@ LASTING = [*_ORDER, *OPTIMIZER, "optimizer", "peft_config", "sync_ref_model"]
 _OF_LOADING = {"auto_mapping", "base_model_name_or_path", "inference_mode", "lora_dropout", "peft_version", "revision"}
 
 
-def settings(trainer: Any) -> dict[str, Any]:
-    """Settings that determine the rest of a run, as read from JSON."""
-    args, optimizer = trainer.args, trainer._optimizer_class
+def settings_of(trainer: Any, *, name: str, optimizer: type, data: Any) -> dict[str, Any]:
+    """
+    Settings that determine the rest of a run, as read from JSON: those of the trainer, the `name` of its method, the
+    class of its optimizer and the dataset that it was given.
+    """
+    args = trainer.args
     fields = [*CUT[1:], "num_iterations", *CONTENT, "seed", "use_vllm", *OPTIMIZER]
     adapter = getattr(trainer.accelerator.unwrap_model(trainer.model), "active_peft_config", None)
-    of_adapter = {} if adapter is None else adapter.to_dict()
-    found = {
+    adapter_fields = {} if adapter is None else adapter.to_dict()
+    settings = {
         "processes": trainer.accelerator.num_processes,
-        **{name: getattr(args, name) for name in fields if hasattr(args, name)},
+        **{field: getattr(args, field) for field in fields if hasattr(args, field)},
         "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
-        "trainer": trainer._name,
+        "trainer": name,
         "reward_funcs": trainer.reward_func_names,
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
-        **_data_settings(trainer),
+        **_data_settings(data),
         "peft_config": None if adapter is None else type(adapter).__name__,
-        **{f"peft_config.{name}": value for name, value in of_adapter.items() if name not in _OF_LOADING},
+        **{f"peft_config.{field}": value for field, value in adapter_fields.items() if field not in _OF_LOADING},
     }
-    return json.loads(json.dumps(found, default=lambda value: sorted(value) if isinstance(value, set) else str(value)))
+    text = json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    return json.loads(text)
 
 
-def _data_settings(trainer: Any) -> dict[str, Any]:
-    # Recorded rollouts as they were loaded: what is added depends on the number of processes, up to rounding.
-    data = trainer.train_dataset if trainer._recorded is None else trainer._recorded.dataset
+def _data_settings(data: Any) -> dict[str, Any]:
     is_stream = not isinstance(data, Dataset)
     return {
         "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
@@ -251,7 +214,10 @@ def _data_settings(trainer: Any) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=1)
 def checksum(data: Dataset) -> str:
-    """Checksum of the prompts of a dataset; of recorded rollouts, or of what a transform makes prompts of, of all."""
+    """
+    Checksum of the prompts of a dataset; of all its columns if it has recorded rollouts, or a transform makes the
+    prompts.
+    """
     has_prompts_only = "prompt" in data.column_names and RECORDED not in data.column_names
     names = ["prompt"] if has_prompts_only else data.column_names
     content = _Checksum()
@@ -282,22 +248,25 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
         `ValueError`: another version or number of shards saved the checkpoint, or a field differs, which is named.
     """
     state = load_state(Path(folder), trainer.accelerator.process_index)
-    saved, own = state["settings"], settings(trainer)
+    saved, current = state["settings"], trainer.current_settings
     has_shards = trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and trainer.args.sync_ref_model)
-    if has_shards and saved["processes"] != own["processes"]:
-        said = f"{folder!r} holds shards of {saved['processes']} processes, but this run has {own['processes']}"
-        raise ValueError(f"{said}. Set `num_processes` to {saved['processes']}.")
+    if has_shards and saved["processes"] != current["processes"]:
+        raise ValueError(
+            f"{folder!r} holds shards of {saved['processes']} processes, but this run has {current['processes']}. "
+            f"Set `num_processes` to {saved['processes']}."
+        )
+    # What holds of the checkpoint and keeps a run from going on with other settings, and what else the user can do.
     reason, fix = "", None
     if state["position"] > 0:
         reason, fix = "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
     elif trainer.args.max_staleness and state["replay"]:
         reason, fix = "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
-    expected = _expected(saved, own, same_sizes=fix is not None)
+    expected = _expected(saved, current, same_sizes=fix is not None)
     # Another release of PEFT may have entries that the checkpoint lacks.
-    differing = [name for name in own if expected.get(name, own[name]) != own[name]]
+    differing = [name for name in current if expected.get(name, current[name]) != current[name]]
     lasting = [name for name in differing if name in LASTING or name.startswith("peft_config.")]
     resized = [name for name in differing if name in (*CUT, "num_iterations", "num_generations")]
-    if own["train_dataset.rows"] is None:
+    if current["train_dataset.rows"] is None:
         lasting += resized  # a place in a stream is a number of rollouts
     if lasting:
         differing, reason, fix = lasting, "", "set `model_name_or_path` to it to start from its weights"
@@ -305,31 +274,34 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
         differing, fix = resized, "set `max_steps`, as an epoch has another number of optimizer steps"
     if differing:
         data = "rollouts" if trainer.args.rollouts else "train_dataset"
-        labels = {name: name.replace("train_dataset", data) for name in differing}
-        there, here = (
-            ", ".join(f"{label}={values[name]!r:.200}" for name, label in labels.items()) for values in (expected, own)
-        )
+        there, here = _listed(expected, differing, data), _listed(current, differing, data)
         if fix is not None:
-            first = "Use the same data" if any("train_dataset." in name for name in differing) else f"Set {there}"
+            has_other_data = any(name.startswith("train_dataset.") for name in differing)
+            first = "Use the same data" if has_other_data else f"Set {there}"
             raise ValueError(f"{folder!r} {reason}goes on with {there}, but this run has {here}. {first}, or {fix}.")
         message = f"The run goes on with {here} in place of {there}, so it is no longer a single trajectory"
         logger.warning_once(f"{folder!r}: {message}.")
-    return {**state, "position": moved(state["position"], saved, own)}
+    return {**state, "position": converted(state["position"], saved, current)}
 
 
-def _expected(saved: Mapping[str, Any], own: Mapping[str, Any], *, same_sizes: bool) -> dict[str, Any]:
+def _listed(settings: Mapping[str, Any], names: list[str], data: str) -> str:
+    """Settings of these names as text; `data` is the name of the field that has brought the dataset."""
+    return ", ".join(f"{name.replace('train_dataset', data)}={settings[name]!r:.200}" for name in names)
+
+
+def _expected(saved: Mapping[str, Any], current: Mapping[str, Any], *, same_sizes: bool) -> dict[str, Any]:
     """
     The settings with which a checkpoint goes on. Its processes, micro-batches and the form of its optimizer may be
     others: they are this run's, where all else stays the same. With `same_sizes`, each optimizer step and rollout has
     to keep its completions; a `ValueError` if it cannot.
     """
     cut = {}
-    if completions(saved) == completions(own):
-        cut = {name: own[name] for name in CUT}
+    if completions(saved) == completions(current):
+        cut = {name: current[name] for name in CUT}
     elif same_sizes:
-        cut = {name: own[name] for name in CUT[:2]} | fitting(saved, own)
+        cut = {name: current[name] for name in CUT[:2]} | fitting(saved, current)
     # `adamw_torch` and `adamw_torch_fused`, for example, are of the same class.
-    form = {"optim": own["optim"]} if saved["optimizer"] == own["optimizer"] else {}
+    form = {"optim": current["optim"]} if saved["optimizer"] == current["optimizer"] else {}
     return {**saved, **cut, **form}
 
 
@@ -373,26 +345,28 @@ def last_complete(output_dir: str) -> str | None:
     return next((str(path) for path in _latest_first(Path(output_dir)) if fault(path) is None), None)
 
 
-def resolve(wanted: str | bool | None, output_dir: str) -> str | None:
+def resolve(requested: str | bool | None, output_dir: str) -> str | None:
     """
     Find the checkpoint to resume from; `None` to start from the beginning.
 
-    `wanted` is the folder of a checkpoint; `"last"` or `True`: the last complete one of the run in `output_dir`; or
-    `"auto"`: the same, but the run starts from the beginning if it has none. A `ValueError` if the wanted checkpoint
-    is not complete, or there is none.
+    `requested` is the folder of a checkpoint; `"last"` or `True`: the last complete one of the run in `output_dir`; or
+    `"auto"`: the same, but the run starts from the beginning if it has none. A `ValueError` if the requested
+    checkpoint is not complete, or there is none.
     """
-    if wanted in (None, False, "false", "False"):
+    if requested in (None, False, "false", "False"):
         return None
-    is_named = wanted not in LAST
-    folders = [Path(str(wanted))] if is_named else _latest_first(Path(output_dir))
+    is_named = requested not in LAST
+    folders = [Path(str(requested))] if is_named else _latest_first(Path(output_dir))
     # As the main process sees them: on a network file system, another one may not see the same files yet.
-    found = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]
-    for folder, why in found:
+    faults = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]
+    for folder, why in faults:
         if why is None:
             return str(folder)
         logger.warning(f"{folder} is skipped: {why}.")
-    if wanted == "auto":
+    if requested == "auto":
         return None
-    why = found[0][1] if is_named else f"output_dir={output_dir!r} holds no complete checkpoint"
-    fix = "Remove `resume_from_checkpoint`, or set it to `auto` to start from the beginning in that case"
-    raise ValueError(f"resume_from_checkpoint={wanted!r} cannot be resumed: {why}. {fix}.")
+    why = faults[0][1] if is_named else f"output_dir={output_dir!r} holds no complete checkpoint"
+    raise ValueError(
+        f"resume_from_checkpoint={requested!r} cannot be resumed: {why}. Remove `resume_from_checkpoint`, or set it "
+        "to `auto` to start from the beginning in that case."
+    )

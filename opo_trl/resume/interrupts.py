@@ -33,7 +33,8 @@ class SaveOnInterrupt(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self._received, self._agreed = 0, 0  # number of the signal: in this process, in any process
+        self._received = 0  # number of the signal that this process has received
+        self._agreed = 0  # the same of any process, once they have agreed to stop
 
     def __enter__(self):
         self._before = {number: signal.signal(number, self._receive) for number in self._handled()}
@@ -56,17 +57,22 @@ class SaveOnInterrupt(TrainerCallback):
         if self._received:
             self._receive_again(number, frame)
             return
-        self._received, self._received_at = number, time.monotonic()
+        self._received = number
+        self._received_at = time.monotonic()
         if self.trainer.args.local_process_index == 0:
-            said = f"the run saves a checkpoint after this optimizer step and ends. {self.way_out} ends it now."
-            os.write(2, f"\n{signal.Signals(number).name}: {said}\n".encode())  # the signal may interrupt a `print`
+            message = (
+                f"\n{signal.Signals(number).name}: the run saves a checkpoint after this optimizer step and ends. "
+                f"{self.way_out} ends it now.\n"
+            )
+            os.write(2, message.encode())  # not `print`: the signal may interrupt one
 
     def _receive_again(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._received_at > 1:  # a launcher passes on what the terminal has sent to all
             signal.default_int_handler(number, frame)
 
     def on_step_end(self, args, state, control, **kwargs):
-        accelerator, self._agreed = self.trainer.accelerator, self._received
+        accelerator = self.trainer.accelerator
+        self._agreed = self._received
         if accelerator.num_processes > 1:
             received = torch.tensor(self._received, device=accelerator.device)
             self._agreed = int(accelerator.reduce(received, reduction="max"))
@@ -76,9 +82,13 @@ class SaveOnInterrupt(TrainerCallback):
         if self._agreed:
             # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
-            name, last = signal.Signals(self._agreed).name, last_complete(args.output_dir)
-            said = f"Ended by {name} after optimizer step {state.global_step}. The last complete checkpoint is {last}"
-            self.trainer.accelerator.print(f"{said}: resume with `{self.way_back}`.", flush=True)
+            name = signal.Signals(self._agreed).name
+            last = last_complete(args.output_dir)
+            self.trainer.accelerator.print(
+                f"Ended by {name} after optimizer step {state.global_step}. The last complete checkpoint is {last}: "
+                f"resume with `{self.way_back}`.",
+                flush=True,
+            )
             self._end()
 
     def _end(self) -> None:

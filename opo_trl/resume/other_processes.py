@@ -15,75 +15,96 @@ from ..batch import Batch, concatenate, take
 
 Cut = Mapping[str, Any]  # values of [`CUT`], among others
 
-# What cuts a rollout into micro-steps.
+# Settings that cut a rollout into micro-steps.
 CUT = ("processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
 
-# Entries that belong to a micro-batch, not to its samples.
+# Entries that belong to a micro-batch, not to its completions.
 _OF_MICRO_BATCH = {"opo_skipped", "opo_source", "opo_segment", "opo_shape"}
 
 
-def moved(micro_steps: int, saved: Cut, own: Cut) -> int:
-    """Micro-steps of a checkpoint's cut, in those of another cut; rounded down if they are not a whole number."""
-    before, now = (cut["processes"] * cut["per_device_train_batch_size"] for cut in (saved, own))
-    return micro_steps * before // now
+def converted(micro_steps: int, saved: Cut, current: Cut) -> int:
+    """Micro-steps of a checkpoint's cut in those of the current one, rounded down to a whole number."""
+    return micro_steps * _per_micro_step(saved) // _per_micro_step(current)
 
 
 def completions(cut: Cut) -> tuple[int, int]:
     """Completions per optimizer step and per rollout, over all processes."""
-    per_micro_step = cut["processes"] * cut["per_device_train_batch_size"]
+    per_micro_step = _per_micro_step(cut)
     return per_micro_step * cut["gradient_accumulation_steps"], per_micro_step * cut["steps_per_generation"]
 
 
-def fitting(saved: Cut, own: Cut) -> dict[str, int]:
+def _per_micro_step(cut: Cut) -> int:
+    return cut["processes"] * cut["per_device_train_batch_size"]
+
+
+def fitting(saved: Cut, current: Cut) -> dict[str, int]:
     """
-    The `gradient_accumulation_steps` and `steps_per_generation` with which the processes and micro-batches of `own`
+    The `gradient_accumulation_steps` and `steps_per_generation` with which the current processes and micro-batches
     have as many completions per optimizer step and per rollout as a checkpoint. A `ValueError` if there are none.
     """
-    found = {name: moved(saved[name], saved, own) for name in CUT[2:]}
-    if any(moved(found[name], own, saved) != saved[name] for name in found):
-        step, rollout = completions(saved)
-        said = f"per_device_train_batch_size={own['per_device_train_batch_size']} on {own['processes']} processes"
-        said += f" does not divide the checkpoint's {step} completions per optimizer step and {rollout} per rollout"
-        raise ValueError(f"{said}. Choose both such that their product divides {math.gcd(step, rollout)}.")
-    return found
-
-
-def divide(states: Sequence[Mapping[str, Any]], own: Cut, process: int) -> dict[str, Any]:
-    """
-    The state of a process, with the cut of `own`, from those of all processes of a checkpoint.
-
-    Its `buffer` holds this process's samples of each remaining optimizer step of the pass. Samples that were left out
-    of a step are gone: fillers, which are not trained, take their places ([`~rollout.planner.Planner.micro_batches`]).
-    """
-    found, saved = dict(states[0]), states[0]["settings"]
-    found["pending_loss"] = torch.stack([state["pending_loss"] for state in states]).mean()
-    found["position"] = moved(position := found["position"], saved, own)
-    if found["replay"]:
-        replayed = zip(*(state["replay"]["rollouts"] for state in states), strict=True)
-        rollouts = [concatenate(parts) for parts in replayed]
-        places = [np.array_split(np.arange(len(rows["advantages"])), own["processes"])[process] for rows in rollouts]
-        found["replay"] = found["replay"] | {"rollouts": [*map(take, rollouts, places)]}
-    if found["buffer"] is not None:
-        calls = math.gcd(*(saved[name] for name in CUT[2:]))  # of `training_step` in a row that serve a single step
-        begins = range(position % saved["steps_per_generation"], saved["steps_per_generation"], calls)
-        steps = (
-            [batch for state in states for call in state["buffer"][begin : begin + calls] for batch in call]
-            for begin in begins
+    settings = {name: converted(saved[name], saved, current) for name in CUT[2:]}
+    if any(converted(settings[name], current, saved) != saved[name] for name in settings):
+        per_step, per_rollout = completions(saved)
+        raise ValueError(
+            f"per_device_train_batch_size={current['per_device_train_batch_size']} on {current['processes']} processes"
+            f" does not divide the checkpoint's {per_step} completions per optimizer step and {per_rollout} per "
+            f"rollout. Choose both such that their product divides {math.gcd(per_step, per_rollout)}."
         )
-        found["buffer"] = [_own_samples(step, own["processes"], process) for step in steps]
-    return found
+    return settings
 
 
-def _own_samples(micro_batches: Sequence[Batch], processes: int, process: int) -> Batch:
-    """A process's samples of an optimizer step, from the micro-batches of all processes of a checkpoint."""
+def divide(states: Sequence[Mapping[str, Any]], current: Cut, process: int) -> dict[str, Any]:
+    """
+    The state of a process with the current cut, from those of all processes of a checkpoint.
+
+    Its `micro_batches` are this process's completions of each remaining optimizer step of the pass. Completions that
+    were left out of a step are gone: fillers, which are not trained, take their places
+    ([`~updates.planner.Planner.micro_batches`]).
+    """
+    state, saved = dict(states[0]), states[0]["settings"]
+    position = state["position"]
+    losses = torch.stack([other["pending_loss"] for other in states])
+    state["pending_loss"] = losses.mean()
+    state["position"] = converted(position, saved, current)
+    n_processes = current["processes"]
+    if state["replay"]:
+        parts_of_rollouts = zip(*(other["replay"]["rollouts"] for other in states), strict=True)
+        rollouts = [_share_of_rollout(parts, n_processes, process) for parts in parts_of_rollouts]
+        state["replay"] = {**state["replay"], "rollouts": rollouts}
+    if state["micro_batches"] is not None:
+        calls_per_pass = saved["steps_per_generation"]
+        # Calls of `training_step` in a row that serve a single optimizer step
+        calls_per_step = math.gcd(saved["gradient_accumulation_steps"], calls_per_pass)
+        steps = []
+        for first in range(position % calls_per_pass, calls_per_pass, calls_per_step):
+            micro_batches = []
+            for other in states:
+                for call in other["micro_batches"][first : first + calls_per_step]:
+                    micro_batches.extend(call)
+            steps.append(_share_of_step(micro_batches, n_processes, process))
+        state["micro_batches"] = steps
+    return state
+
+
+def _share_of_rollout(parts: Sequence[Batch], processes: int, process: int) -> Batch:
+    """A process's completions of a rollout, from the parts that all processes of a checkpoint have of it."""
+    rollout = concatenate(parts)
+    shares = np.array_split(np.arange(len(rollout["advantages"])), processes)
+    return take(rollout, shares[process])
+
+
+def _share_of_step(micro_batches: Sequence[Batch], processes: int, process: int) -> Batch:
+    """A process's completions of an optimizer step, from the micro-batches of all processes of a checkpoint."""
     names = micro_batches[0].keys() - _OF_MICRO_BATCH
     rows = concatenate([{name: batch[name] for name in names} for batch in map(dict, micro_batches)])
-    skipped = [batch["opo_skipped"] for batch in micro_batches if "opo_skipped" in batch]
-    counts = torch.cat([rows.get("opo_counts", rows["opo_valid"]), *skipped])
+    left_out = [batch["opo_skipped"] for batch in micro_batches if "opo_skipped" in batch]
+    counts = torch.cat([rows.get("opo_counts", rows["opo_valid"]), *left_out])
     fillers = torch.ones_like(counts)
     n_computed = len(rows["opo_valid"])
-    fillers[:n_computed] = rows.get("opo_filler", False)  # there are none in a run that leaves no sample out
-    rows = take(rows, np.append(np.arange(n_computed), np.zeros(len(counts) - n_computed, dtype=int)))
+    fillers[:n_computed] = rows.get("opo_filler", False)  # there are none in a run that leaves no completion out
+    # The first completion stands in for each that was left out.
+    stand_ins = np.zeros(len(counts) - n_computed, dtype=int)
+    rows = take(rows, np.append(np.arange(n_computed), stand_ins))
     rows |= {"opo_counts": counts, "opo_filler": fillers, "opo_valid": rows["opo_valid"] & ~fillers}
     trained_first = np.argsort(fillers.numpy(), kind="stable")
-    return take(rows, trained_first[process::processes])  # of those that are trained as many each
+    return take(rows, trained_first[process::processes])  # each process gets as many that are trained

@@ -1,7 +1,7 @@
 """Optimizer steps by their gradient: which are skipped because it is not finite, and which moved the policy."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,31 +37,51 @@ class SkippedSteps:
     """
 
     def __init__(self, args: Any, accelerator: Accelerator, optimizer: Any):
-        self.args, self.accelerator = args, accelerator
-        self.total = self.in_a_row = self.moved_at = 0
+        self.args = args
+        self.accelerator = accelerator
+        self.total = 0
+        self.in_a_row = 0
+        self.moved_at = 0
         # Whether the optimizer may hold momentum, which moves the policy also in steps without a gradient
         self.had_gradient = optimizer is not None and _has_state(optimizer)
         self._schedule_due = False  # whether the learning rate may have missed a skipped step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, for [`~SkippedSteps.load_state_dict`]."""
+        return {
+            "total": self.total,
+            "in_a_row": self.in_a_row,
+            "moved_at": self.moved_at,
+            "had_gradient": self.had_gradient,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of [`~SkippedSteps.state_dict`]."""
+        self.total = state["total"]
+        self.in_a_row = state["in_a_row"]
+        self.moved_at = state["moved_at"]
+        self.had_gradient = state["had_gradient"]
 
     def check(self, model: Any, optimizer: Any, norm: Any, *, step: int) -> Any:
         """Drop the gradient of a `step` if it is not finite; returns its `norm` for the log."""
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
-            skipped = self.accelerator.optimizer_step_was_skipped
+            is_skipped = self.accelerator.optimizer_step_was_skipped
         else:
             norm = float(norm)  # read once: the log needs it, too
-            skipped = not math.isfinite(norm)
-        self.in_a_row = self.in_a_row + 1 if skipped else 0
-        self._schedule_due = skipped
-        if not skipped:
-            self.had_gradient = self.had_gradient or norm != 0
-            if self._may_move(optimizer):
-                self.moved_at = step
-            return norm
-        model.zero_grad()  # optimizers skip parameters without a gradient
-        self.total += 1
-        logger.warning(f"Step {step} is skipped: its gradient is not finite.")
-        return math.nan
+            is_skipped = not math.isfinite(norm)
+        self._schedule_due = is_skipped
+        if is_skipped:
+            model.zero_grad()  # optimizers skip parameters without a gradient
+            self.in_a_row += 1
+            self.total += 1
+            logger.warning(f"Step {step} is skipped: its gradient is not finite.")
+            return math.nan
+        self.in_a_row = 0
+        self.had_gradient = self.had_gradient or norm != 0
+        if self._may_move(optimizer):
+            self.moved_at = step
+        return norm
 
     def _may_move(self, optimizer: Any) -> bool:
         """Whether the step that the optimizer is about to take can change a weight."""
@@ -83,20 +103,25 @@ class SkippedSteps:
             self.in_a_row = 0  # a run resumed from this checkpoint has as many attempts
         yield
         if too_many:
-            said = f"max_skipped_steps={self.args.max_skipped_steps} is reached: gradients were not finite"
-            fix = "Lower `learning_rate`, or use bfloat16 instead of float16"
             last = last_complete(self.args.output_dir)
-            raise RuntimeError(f"{said}. The last complete checkpoint is {last}. {fix}.")
+            raise RuntimeError(
+                f"max_skipped_steps={self.args.max_skipped_steps} is reached: gradients were not finite. The last "
+                f"complete checkpoint is {last}. Lower `learning_rate`, or use bfloat16 instead of float16."
+            )
 
     def _step_schedule(self, scheduler: Any) -> None:
         """Advance the schedule over a skipped step, as Transformers does without gradient scaler and DeepSpeed."""
-        held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
+        was_held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
         self._schedule_due = False
-        if held and not isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):
+        follows_metric = isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))
+        if was_held and not follows_metric:
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
 
 
 def _has_state(optimizer: Any) -> bool:
     """Whether an optimizer has made steps with a gradient before this run, and remembers them."""
-    values = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
-    return any(bool(value.any()) for value in values if isinstance(value, torch.Tensor))
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            if name != "step" and isinstance(value, torch.Tensor) and bool(value.any()):
+                return True
+    return False

@@ -39,7 +39,7 @@ def weigh(rollout, trainer):
     """Add a sampler's log-probabilities and ratios, as vLLM's are, on the host."""
     mask = rollout["completion_mask"]
     rollout["importance_sampling_ratio"] = torch.linspace(0, 3, len(mask))[:, None].expand(mask.shape)
-    rollout["sampling_per_token_logps"] = (trainer._anchor_pass(rollout)[0] + 0.3).cpu()
+    rollout["sampling_per_token_logps"] = (trainer._policy_logps(rollout)[0] + 0.3).cpu()
 
 
 RUNS = {

@@ -121,7 +121,7 @@ def test_run_with_replay_goes_on_with_other_processes(whole, rollouts, tiny_mode
     start(on(before, rollouts, tiny_model, config=config), tiny_model, killed, (before - 1, IN_REPLAY))
     state = load_state(killed / f"checkpoint-{IN_REPLAY}", 0)
     assert len(state["replay"]["rollouts"]) == 3
-    assert state["buffer"]
+    assert state["micro_batches"]
     start(on(after, rollouts, tiny_model, config=config), tiny_model, killed)
     said = (killed / "process_0.log").read_text()
     cuts = f"processes {before} → {after}, gradient_accumulation_steps {4 // before} → {4 // after}"
@@ -147,7 +147,9 @@ def test_samples_that_were_left_out_of_a_step_stay_out(tiny_model, tmp_path, bef
     start(one, tiny_model, tmp_path / "whole")
     killed = tmp_path / "killed"
     start(one, tiny_model, killed, (before - 1, 1))
-    skipped = [batch.get("opo_skipped") for call in load_state(killed / "checkpoint-1", 0)["buffer"] for batch in call]
+    skipped = [
+        batch.get("opo_skipped") for call in load_state(killed / "checkpoint-1", 0)["micro_batches"] for batch in call
+    ]
     assert any(each is not None and len(each) for each in skipped)
     start(other, tiny_model, killed)
     assert_same(killed, tmp_path / "whole", tiny_model)

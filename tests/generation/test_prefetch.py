@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 
 from opo_trl import OPOConfig
-from opo_trl.generation.prompt_order import EpochSampler, next_place
+from opo_trl.generation.prompt_order import EpochSampler, Place
 
 
 STEPS = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "max_steps": 6, "learning_rate": 0.02}
@@ -260,14 +260,14 @@ def test_images_are_rejected(server, tiny_model, tmp_path):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_prompts_after_a_place_are_those_that_the_data_loader_takes(shuffle):
     sampler = EpochSampler(range(23), mini_repeat_count=2, batch_size=5, repeat_count=3, shuffle=shuffle, seed=7)
-    place, asked, taken = {"epoch": 0, "prompts": 0}, [], []
+    place, asked, taken = Place(), [], []
     for epoch in range(3):
-        sampler.begin(epoch, 0, skipped=0)
+        sampler.begin(Place(epoch), skipped=0)
         indices = []
         for index in sampler:
             if len(indices) % 30 == 0:
                 asked.append(sampler.prompts_after(place))
-                place = next_place(place, 5, 23)
+                place = place.after_rollout(5, 23)
             indices.append(index)
         taken += [indices[start : start + 10 : 2] for start in range(0, len(indices), 30)]
     assert asked == taken

@@ -5,7 +5,7 @@ from helpers import PROMPTS, even_tokens, trained
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
-from opo_trl.generation.prompt_order import EpochSampler, PromptStream
+from opo_trl.generation.prompt_order import EpochSampler, Place, PromptStream
 
 
 def test_prompts_have_the_order_of_trl():
@@ -13,7 +13,7 @@ def test_prompts_have_the_order_of_trl():
     theirs, ours = RepeatSampler(range(10), **arguments), EpochSampler(range(10), **arguments)
     epochs = [list(theirs) for _ in range(3)]
     for epoch in (2, 0, 1):
-        ours.epoch = epoch
+        ours.begin(Place(epoch), skipped=0)
         assert list(ours) == epochs[epoch]
     assert epochs[0] != epochs[1]
     plain = {**arguments, "shuffle": False}

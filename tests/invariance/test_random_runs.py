@@ -20,6 +20,7 @@ from datasets import Dataset
 from helpers import PROMPTS, Recording, Script, distance, logged, make_trainer, snapshot, without_times
 
 from opo_trl import OPOConfig
+from opo_trl.resume.checkpoint import load_state
 
 from .launch import launch, logs
 
@@ -117,15 +118,12 @@ def compare_in_one_process(model: str, folder: Path, seed: int) -> list[str]:
         differing.append(f"unplanned, by {error(other, expected):.1e}")
 
     _, _, step = run_of(seed)
-    checkpoint = folder / "whole" / f"checkpoint-{step}"
-    state = torch.load(checkpoint / "rollout_state_0.pt", weights_only=True)
-    numbers = json.loads(state["plain"])["numbers"]
+    saved = folder / "whole" / f"checkpoint-{step}"
+    n_completions = load_state(saved, process=0)["completions_generated"]
     totals = itertools.accumulate(map(len, script.calls))
-    calls_before = [
-        call for call, total in zip(script.calls, totals, strict=True) if total <= numbers["completions_generated"]
-    ]
+    calls_before = [call for call, total in zip(script.calls, totals, strict=True) if total <= n_completions]
     resumed, _ = make(model, folder / "resumed", seed, calls=calls_before)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
+    resumed.train(resume_from_checkpoint=str(saved))
     for name, weight in snapshot(resumed.model).items():
         if not torch.equal(weight, expected[name]):
             differing.append(f"resumed, {name}")

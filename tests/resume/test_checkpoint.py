@@ -356,10 +356,10 @@ def test_random_state_of_other_processes_depends_on_the_seed(copy: Path, tiny_mo
     """Not on what a process has drawn before: Transformers leaves its state as it is."""
     folder = copy / "checkpoint-2"  # at the end of a rollout, as if of two processes
     state = torch.load(folder / "rollout_state_0.pt", weights_only=True)
-    plain = json.loads(state["plain"])
-    plain["settings"]["processes"] = 2
+    text = json.loads(state["text"])
+    text["settings"]["processes"] = 2
     for process in range(2):
-        torch.save(state | {"plain": json.dumps(plain)}, folder / f"rollout_state_{process}.pt")
+        torch.save(state | {"text": json.dumps(text)}, folder / f"rollout_state_{process}.pt")
     (folder / "rng_state.pth").unlink()
 
     def drawn(seed: int, before: int) -> list[float]:

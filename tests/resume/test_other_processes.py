@@ -25,13 +25,13 @@ def test_every_process_gets_as_many_samples_of_a_step():
         [[], [], [micro_batch(3, width=5, skipped=(False, True))]],
     )
     states = [
-        {"settings": cut(2, 1, 3, 6), "position": 3, "replay": {}, "buffer": [None] * 3 + of_process}
+        {"settings": cut(2, 1, 3, 6), "position": 3, "replay": {}, "micro_batches": [None] * 3 + of_process}
         | {"pending_loss": torch.tensor(loss)}
         for loss, of_process in zip((1.0, 3.0), calls, strict=True)
     ]
     parts = [divide(states, cut(3, 2, 1, 2), process) for process in range(3)]
     assert [(part["pending_loss"].item(), part["position"]) for part in parts] == [(2.0, 1)] * 3
-    steps = [part["buffer"][0] for part in parts]
+    steps = [part["micro_batches"][0] for part in parts]
     filler = [1, 1, 1, 0, 0]
     ids = [[[1, 1, 1, 0, 0], filler], [[2, 2, 2, 0, 0], filler], [[3, 3, 3, 3, 3], filler]]
     assert [step["completion_ids"].tolist() for step in steps] == ids

@@ -62,7 +62,7 @@ def test_nothing_is_kept_that_no_pass_needs(tiny_model, tmp_path):
 def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_model, tmp_path):
     def interrupt(rollout, trainer):
         if len(trainer.rollouts) == 1:  # between the two micro-steps of the first optimizer step
-            trainer._skipped.in_a_row, trainer._reward_failures = 1, {"reward/errors": 1}
+            trainer._skipped.in_a_row, trainer._reward_failures.counts = 1, {"reward/errors": 1}
             trainer._metrics["train"]["reward"].append(9.0)
             raise KeyboardInterrupt
 
@@ -75,7 +75,7 @@ def test_a_run_that_is_started_again_has_forgotten_how_the_first_one_ended(tiny_
     trainer.inject = None
     script.calls.clear()
     trainer.train()
-    assert (trainer._skipped.in_a_row, trainer._reward_failures) == (0, {})
+    assert (trainer._skipped.in_a_row, trainer._reward_failures.counts) == (0, {})
     first_entry, *_ = logged(trainer)
     first_entry_of_fresh_run, *_ = logged(trained(tiny_model, tmp_path, **options))
     assert without_times(first_entry) == without_times(first_entry_of_fresh_run)

@@ -211,13 +211,13 @@ def test_completions_that_are_left_out_and_that_importance_sampling_drops_are_co
 
 def test_the_behaviour_policy_scores_only_the_completions_that_need_it(tiny_model, tmp_path, monkeypatch):
     sizes = []
-    anchor_pass = RecordingOPO._anchor_pass
+    score = RecordingOPO._policy_logps
 
     def counted(self, rows, **options):
         sizes.append(len(rows["completion_ids"]))
-        return anchor_pass(self, rows, **options)
+        return score(self, rows, **options)
 
-    monkeypatch.setattr(RecordingOPO, "_anchor_pass", counted)
+    monkeypatch.setattr(RecordingOPO, "_policy_logps", counted)
     run(tiny_model, tmp_path / "1", max_steps=2)
     assert sum(sizes) == 8  # the second step's completions
     sizes.clear()

@@ -163,7 +163,7 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     script = Script(min_length=length, max_length=length)
     trainer = trained(tiny_model, tmp_path, script=script, max_tokens_per_micro_batch=budget, **options)
     prompt, completion = _row_tokens(trainer)
-    rows = trainer._planner.most_rows(prompt + completion)
+    rows = trainer.planner.most_rows(prompt + completion)
     largest = 0
     for micro_batch in micro_batches(trainer):
         ids, _, _ = model_inputs(micro_batch)
