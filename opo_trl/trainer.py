@@ -251,9 +251,8 @@ class OPOTrainer(GRPOTrainer):
         args = self.args
         accelerator = self.accelerator
         self._step = 0
-        self._cut_pass: list[list[Batch]] | None = (
-            None  # micro-batches of each call of `training_step` in the current pass
-        )
+        # Micro-batches of each call of `training_step` in the current pass
+        self._cut_pass: list[list[Batch]] | None = None
         if self._prefetch is not None:
             self._prefetch.drop()
         self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
