@@ -62,18 +62,19 @@ def groups(rewards, **fields) -> Groups:
 def test_pushes_are_rewards_advantages_or_escort_weights():
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(5)).round(decimals=1)
     known = groups(rewards)
-    centred = {
+    pushes = {
         "reward": rewards,
         "advantage": rewards.sign(),
         "escort": escort_weights(rewards.sign(), alpha=0.2, **known.rows),
     }
-    for push, given in centred.items():
-        options = {"alpha": 0.2} if push == "escort" else {}
-        found = topr(push=push, **options).targets(known).target
+    for name, push in pushes.items():
+        fields = {"alpha": 0.2} if name == "escort" else {}
+        target = topr(push=name, **fields).targets(known).target
         for group in range(3):
             rows = slice(4 * group, 4 * group + 4)
-            kept, own = known.valid[rows], given[rows]
-            assert torch.allclose(found[rows], torch.where(kept, own - own[kept].mean(), 0.0), atol=1e-6)
+            valid, of_group = known.valid[rows], push[rows]
+            centred = torch.where(valid, of_group - of_group[valid].mean(), 0.0)
+            assert torch.allclose(target[rows], centred, atol=1e-6)
 
 
 @pytest.mark.parametrize("push", ["reward", "advantage", "escort"])

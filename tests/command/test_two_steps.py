@@ -31,12 +31,12 @@ def train(path: Path, output: Path, **fields) -> list[dict]:
     fields |= {"use_vllm": "false", "steps_per_generation": max(steps, 1), "num_generations": 6}
     if "rollouts" in recipe:
         fields |= {"rollouts": output / "rows.jsonl", "rollouts_model": recipe["model_name_or_path"]}
-        rows = [
-            {"prompt": row["problem"], "completion": text, "reward": float(text == row["solution"])}
-            for row in [*make_problems("train", ["Level 1"])][:8]
-            for text in [row["solution"], "1", "2"] * 2
-        ]
-        fields["rollouts"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = []
+        for row in [*make_problems("train", ["Level 1"])][:8]:
+            for text in [row["solution"], "1", "2"] * 2:
+                completion = {"prompt": row["problem"], "completion": text, "reward": float(text == row["solution"])}
+                lines.append(json.dumps(completion) + "\n")
+        fields["rollouts"].write_text("".join(lines))
     argv = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     assert main(["--config", str(path), *argv]) == 0
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
