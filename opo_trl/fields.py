@@ -67,9 +67,13 @@ _INHERITED = {
 def described(kind: type) -> dict[str, dict[str, str]]:
     """Heading → field → description, as the docstring of a dataclass has them in TRL's style."""
     headings: dict[str, dict[str, str]] = {}
-    name = ""
+    section, name = "", ""
     for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
-        if line.startswith("    > "):
+        if line and not line.startswith(" "):
+            section = line
+        elif section != "Parameters:":
+            continue
+        elif line.startswith("    > "):
             of_heading = headings.setdefault(line.removeprefix("    > "), {})
         elif item := re.match(r" {4}(\w+) \(`", line):
             name = item[1]

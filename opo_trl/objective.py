@@ -400,7 +400,7 @@ class Objective:
     fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     reads_logps = False  # whether targets need `Groups.logps`
-    scales_by_pass = False  # whether `scale` is that of the samples of a pass, not of each sample's own rollout
+    scales_by_pass = False  # whether `scale` is that of all completions of a pass, not of the rollout they are from
 
     def __init__(self, args: Any):
         self.args = args
@@ -587,8 +587,9 @@ class OPO(Objective):
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
-        moved = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
-        return torch.where(samples.weights != 0, samples.weights * moved.exp().clamp(max=MAX_WEIGHT), 0.0)
+        log_ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
+        ratio = log_ratio.exp().clamp(max=MAX_WEIGHT)
+        return torch.where(samples.weights != 0, samples.weights * ratio, 0.0)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         form = self.ratio_form

@@ -65,14 +65,16 @@ class GRPO(Objective):
             losses = torch.where(samples.steering, losses, 0.0)
         push = torch.where(samples.weights != 0, self.reduce(samples.sum(losses), samples), 0.0)
         below, above = self.clipped(ratio, advantage)
+        share_below = samples.sum(below.float()) / samples.length
+        share_above = samples.sum(above.float()) / samples.length
         return Loss(
             work=push,
             dissipation=torch.zeros_like(push),
             log_ratio=samples.moved,
             clamped=torch.zeros_like(push, dtype=torch.bool),
             weights=samples.weights,
-            clipped_low=samples.sum(below.float()) / samples.length,
-            clipped_high=samples.sum(above.float()) / samples.length,
+            clipped_low=share_below,
+            clipped_high=share_above,
         )
 
     def ratio(self, samples: Samples) -> Tensor:

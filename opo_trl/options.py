@@ -25,12 +25,12 @@ def options_of(kind: type[Objective]) -> type | None:
     `clip: Annotated[float, POSITIVE] = 0.4` with a bound of `opo_trl.fields`.
     """
     annotated = {name for parent in kind.__mro__ for name in inspect.get_annotations(parent)}
-    own = {name for name in annotated if hasattr(kind, name) and not hasattr(Objective, name)}
-    if not own:
+    names = {name for name in annotated if hasattr(kind, name) and not hasattr(Objective, name)}
+    if not names:
         return None
     types = get_type_hints(kind, include_extras=True)
     options: list[tuple[str, Any, Field]] = []
-    for name in sorted(own):
+    for name in sorted(names):
         if not name.startswith("_") and get_origin(types[name]) is not ClassVar:
             new_default = partial(deepcopy, getattr(kind, name))
             options.append((name, types[name], field(default_factory=new_default)))

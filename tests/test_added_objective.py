@@ -134,7 +134,8 @@ def test_resumed_run_keeps_its_options_within_a_rollout(tiny_model, tmp_path, ca
 
 def test_recipe_sets_options_and_a_run_keeps_them(tiny_model, tmp_path, capsys):
     problems = tmp_path / "problems.jsonl"
-    problems.write_text("".join(json.dumps({"prompt": f"{i} + {i} ="}) + "\n" for i in range(16)))
+    rows = [{"prompt": f"{i} + {i} ="} for i in range(16)]
+    problems.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     folder = tmp_path / "run"
     fields = {**SMALL, "model_name_or_path": tiny_model, "dataset_name": str(problems), "output_dir": str(folder)}
     fields |= {"reward_funcs": ["helpers.even_tokens"], "objective": NAME, "objective_options": {"factor": 0.25}}
@@ -219,12 +220,16 @@ def loss_by_hand(name: str, logps: torch.Tensor, group: SimpleNamespace) -> torc
         moved = (row - anchor)[own]
         if name == "grpo":
             ratio = moved.exp()
-            losses.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
+            clipped = ratio.clamp(0.8, 1.2)
+            of_tokens = -torch.min(ratio * advantage, clipped * advantage)
+            losses.append(of_tokens.mean())
             continue
         weight = moved.sum().exp().clamp(max=2).detach()
-        loss = weight * (-drive + 0.3 * (weight - 1)) * moved.sum()
+        pull_back = 0.3 * (weight - 1)
+        loss = weight * (pull_back - drive) * moved.sum()
         losses.append(0.5 * loss if name == NAME and drive < 0 else loss)
-    scale = 1 if name == "grpo" else 1 / group.mask.sum(dim=1).double().mean()
+    mean_length = group.mask.sum(dim=1).double().mean()
+    scale = 1 if name == "grpo" else 1 / mean_length
     return scale * torch.stack(losses).mean()
 
 

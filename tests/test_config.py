@@ -83,18 +83,18 @@ def test_field_of_another_objective_is_rejected_with_those_that_read_it(config, 
 
 def test_loss_type_names_an_objective(config):
     for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"):
-        made = config(loss_type=name)
-        fields = {each.name: getattr(made, each.name) for each in dataclasses.fields(made) if each.init}
-        assert made.objective == name
-        assert OPOConfig(**{**fields, "generation_batch_size": None}).objective == name  # made anew of its own fields
+        args = config(loss_type=name)
+        fields = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
+        assert args.objective == name
+        assert OPOConfig(**{**fields, "generation_batch_size": None}).objective == name  # from the fields of the first
 
 
 def test_defaults_that_depend_on_other_fields(config):
     cases = [({}, 0.3, 20.0), ({"log_ratio_reduction": "mean"}, 0.3, 5.0), ({"chi2_radius": 0.1}, None, 20.0)]
     for given, mu, clamp in cases:
-        made = config(**given)
-        assert (made.mu, made.log_ratio_clamp) == (mu, clamp)
-        assert made.objective == "opo"
+        args = config(**given)
+        assert (args.mu, args.log_ratio_clamp) == (mu, clamp)
+        assert args.objective == "opo"
 
 
 OURS = [(OPOConfig, GRPOConfig), (OPOScriptArguments, ScriptArguments)]
@@ -186,12 +186,12 @@ def test_what_acts_is_accepted(config):
 def test_numbers_have_the_type_of_their_field(config):
     """Transformers samples with no temperature of 2, and counts with no 4.0."""
     given = {"temperature": 2, "learning_rate": 1, "beta": 1, "top_p": numpy.float32(1), "max_steps": 3.0}
-    made = config(**given, generation_kwargs={"repetition_penalty": 2, "top_k": 5})
-    assert {name: getattr(made, name) for name in given} == given
-    assert {type(getattr(made, name)) for name in given} == {float, int}
-    assert type(made.max_steps) is int
-    assert type(made.generation_kwargs["repetition_penalty"]) is float
-    assert type(made.generation_kwargs["top_k"]) is int
+    args = config(**given, generation_kwargs={"repetition_penalty": 2, "top_k": 5})
+    assert {name: getattr(args, name) for name in given} == given
+    assert {type(getattr(args, name)) for name in given} == {float, int}
+    assert type(args.max_steps) is int
+    assert type(args.generation_kwargs["repetition_penalty"]) is float
+    assert type(args.generation_kwargs["top_k"]) is int
     usual = config()
     unset = dict.fromkeys(("temperature", "top_k", "learning_rate"))
     assert all(getattr(config(**unset), name) == getattr(usual, name) for name in unset)
@@ -232,16 +232,16 @@ def test_warmup_of_a_constant_rate_is_named(config, caplog):
     ],
 )
 def test_optimizer_steps_per_rollout(config, given, steps, on_policy):
-    made = config(per_device_train_batch_size=8, **given)
-    assert made.optimizer_steps_per_rollout == pytest.approx(steps)
-    assert made.is_on_policy is on_policy
+    args = config(per_device_train_batch_size=8, **given)
+    assert args.optimizer_steps_per_rollout == pytest.approx(steps)
+    assert args.is_on_policy is on_policy
 
 
 def test_process_that_sees_several_devices_uses_one(config, monkeypatch):
     """TRL would split the model over all of them."""
     monkeypatch.setattr(OPOConfig, "n_gpu", property(lambda args: vars(args).get("_seen", 2)))
-    made = config()
-    assert (made._n_gpu, made.model_init_kwargs) == (1, {"device_map": {"": 0}})
+    args = config()
+    assert (args._n_gpu, args.model_init_kwargs) == (1, {"device_map": {"": 0}})
 
 
 def test_round_trip_through_the_command_line_and_a_dictionary(tmp_path):

@@ -25,8 +25,11 @@ CHAT = Dataset.from_dict({"prompt": [[{"role": "user", "content": prompt}] for p
 
 
 def length_reward(completions, **kwargs) -> list[float]:
-    texts = [c if isinstance(c, str) else c[-1].get("content", "") for c in completions]
-    return [len(text) / 8 for text in texts]
+    rewards = []
+    for completion in completions:
+        text = completion if isinstance(completion, str) else completion[-1].get("content", "")
+        rewards.append(len(text) / 8)
+    return rewards
 
 
 def make(model, folder: Path, *, dataset=PLAIN, reward_funcs=length_reward, arguments=None, **options) -> OPOTrainer:
@@ -181,7 +184,7 @@ def train_mixed_images(folder: str) -> None:
     trainer._micro_batches = micro_batches
     trainer.train()
     rank = trainer.accelerator.process_index
-    parameters = torch.cat([p.detach().flatten() for p in trainer.model.parameters()]).cpu()
+    parameters = torch.cat([parameter.detach().cpu().flatten() for parameter in trainer.model.parameters()])
     torch.save({"images": entries, "parameters": parameters}, Path(folder) / f"{rank}.pt")
 
 
@@ -202,12 +205,15 @@ SIZES = {"a": 3, "b": 5}
 
 def row_rewards(model: str, folder: str) -> None:
     """Mean rewards of evaluations whose last batch is not full, on two datasets."""
-    held_out = {name: PLAIN.select(range(n)).add_column("worth", [*map(float, range(n))]) for name, n in SIZES.items()}
+    held_out = {}
+    for name, size in SIZES.items():
+        worths = [float(row) for row in range(size)]
+        held_out[name] = PLAIN.select(range(size)).add_column("worth", worths)
     sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2}
     trainer = make(model, folder, reward_funcs=reward_of_row, arguments={"eval_dataset": held_out}, **sizes)
-    found = trainer.evaluate()
+    metrics = trainer.evaluate()
     if trainer.accelerator.is_main_process:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "metrics.json").write_text(json.dumps(metrics))
 
 
 def reward_of_row(worth, **kwargs) -> list[float]:
@@ -217,16 +223,19 @@ def reward_of_row(worth, **kwargs) -> list[float]:
 def test_evaluations_log_the_mean_reward_of_their_own_rows_under_their_own_names(tiny_model, tmp_path):
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
     assert launch(row_rewards, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
-    found = json.loads((tmp_path / "found.json").read_text())
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
     for name, rows in SIZES.items():
-        assert found[f"eval_{name}_reward"] == found[f"eval_{name}_rewards/reward_of_row/mean"] == (rows - 1) / 2
-        assert f"eval_{name}_opo/chi2" in found
-    assert not [name for name in found if not name.startswith(("eval_a_", "eval_b_", "epoch", "eval_model_prep"))]
+        mean_worth = (rows - 1) / 2
+        assert metrics[f"eval_{name}_reward"] == metrics[f"eval_{name}_rewards/reward_of_row/mean"] == mean_worth
+        assert f"eval_{name}_opo/chi2" in metrics
+    beginnings = ("eval_a_", "eval_b_", "epoch", "eval_model_prep")
+    assert not [name for name in metrics if not name.startswith(beginnings)]
 
 
 def falling(completions, trainer_state, **kwargs) -> list[float]:
     """Best at step 2, in training and in evaluations."""
-    return [1.0 - abs(trainer_state.global_step - 2) / 10] * len(completions)
+    distance = abs(trainer_state.global_step - 2)
+    return [1.0 - distance / 10] * len(completions)
 
 
 def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, tmp_path):

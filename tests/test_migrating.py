@@ -17,7 +17,8 @@ from opo_trl.command.recipe import parse
 from opo_trl.command.train import main
 
 
-PAGE = (Path(__file__).resolve().parents[1] / "docs" / "migrating.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
 LIBRARIES = ["verl", "Unsloth"]
 FIELDS = {field.name for kind in (OPOConfig, OPOScriptArguments, ModelConfig) for field in fields(kind)}
 
@@ -32,7 +33,7 @@ def blocks(library: str, language: str) -> list[str]:
 
 def rows(library: str) -> list[list[str]]:
     """Rows of the tables whose second column has our fields."""
-    found, ours = [], False
+    table, ours = [], False
     for line in section(library).splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
         if not cells:
@@ -40,8 +41,8 @@ def rows(library: str) -> list[list[str]]:
         elif cells[1] == "opo_trl":
             ours = True
         elif ours and set(cells[0]) != {"-"}:
-            found.append(cells)
-    return found
+            table.append(cells)
+    return table
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -83,7 +84,11 @@ def test_numbers_of_verl_are_those_of_a_run(tiny_model, tmp_path):
         **{**SMALL, "max_steps": 8, "max_completion_length": 4},
     )
     prompts = Dataset.from_dict({"prompt": [f"{i}+1=" for i in range(16)]})
-    trainer = OPOTrainer(tiny_model, lambda completions, **_: [float(len(c)) for c in completions], args, prompts)
+
+    def length(completions, **columns):
+        return [float(len(completion)) for completion in completions]
+
+    trainer = OPOTrainer(tiny_model, length, args, prompts)
     trainer.train()
     rollouts = [entry for entry in trainer.state.log_history if "completions/generated" in entry]
     assert [(entry["step"], entry["completions/generated"]) for entry in rollouts] == [(1, 16), (5, 32)]

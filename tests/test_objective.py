@@ -94,9 +94,9 @@ def test_projection_subtracts_the_chemical_potential_of_each_group(valid):
 def test_scaling_divides_by_the_unbiased_standard_deviation(scaling, valid):
     omega = escort_by_hand(ADVANTAGES, 0.4, valid=valid)
     expected = drive_by_hand(omega, valid)
-    groups = groups_of(len(omega), valid=valid)
-    groups = groups[:2] if scaling == "group" else [[*itertools.chain(*groups)]]  # the third group has zero variance
-    for rows in groups:
+    first, second, third = groups_of(len(omega), valid=valid)
+    scaled_together = [first, second] if scaling == "group" else [first + second + third]  # the third has no variance
+    for rows in scaled_together:
         std = statistics.stdev([expected[i] for i in rows])
         for i in rows:
             expected[i] /= std
@@ -128,7 +128,9 @@ def test_drive_over_one_minus_alpha_tends_to_the_centered_advantage_as_alpha_ten
     for k in (2, 3, 4):
         alpha = 1 - 10.0**-k
         omega = escort_weights(f64(ADVANTAGES), alpha=alpha, num_generations=G, temperature=temperature)
-        errors.append((project(omega, num_generations=G)[0] / (1 - alpha) - centered).abs().max().item())
+        drive, _ = project(omega, num_generations=G)
+        error = drive / (1 - alpha) - centered
+        errors.append(error.abs().max().item())
         scaled, _ = project(omega, num_generations=G, scaling="group")
         assert_close(scaled, z_scores, rtol=0, atol=4 * 10.0**-k)
         assert_close(omega, torch.ones_like(omega), rtol=0, atol=4 * 10.0**-k)
@@ -153,14 +155,18 @@ def test_scaled_drive_conserves_probability_near_alpha_one(scaling):
 @pytest.mark.parametrize("ratio_form", ["log", "exact"])
 def test_loss_is_work_plus_dissipation(ratio_form, mu, weights):
     """Its gradient is −g + mu · u, so that the Hessian is mu everywhere, and mu has no effect at u = 0."""
-    moved, target = [0.3, -0.8, 0.1, 1.1, 0.0], [0.2, -1.0, 0.4, -0.3, 0.9]
-    values, gradients, m = [], [], float(mu)
-    for delta, goal, w in zip(moved, target, weights, strict=True):
-        u = math.exp(delta) - 1 if ratio_form == "exact" else delta
-        values.append(w * (-m * goal * u + m / 2 * u**2))
+    deltas, target = [0.3, -0.8, 0.1, 1.1, 0.0], [0.2, -1.0, 0.4, -0.3, 0.9]
+    is_exact = ratio_form == "exact"
+    values, gradients = [], []
+    m = float(mu)
+    for delta, goal, w in zip(deltas, target, weights, strict=True):
+        u = math.exp(delta) - 1 if is_exact else delta
+        push, pull_back = -m * goal * u, m / 2 * u**2
+        values.append(w * (push + pull_back))
         gradients.append(w * (-m * goal + m * u))
-    u = (f64(moved).expm1() if ratio_form == "exact" else f64(moved)).requires_grad_()
-    log_ratio = u.log1p() if ratio_form == "exact" else u
+    u = f64(deltas).expm1() if is_exact else f64(deltas)
+    u.requires_grad_()
+    log_ratio = u.log1p() if is_exact else u
     loss = opo_loss(log_ratio, f64(target), mu=mu, ratio_form=ratio_form, weights=f64(weights))
     assert_tight(loss.detach(), values)
     assert_tight(torch.autograd.grad(loss.sum(), u)[0], gradients)
@@ -173,13 +179,17 @@ def test_exact_form_is_precise_near_the_behaviour_policy():
 
 
 def test_escort_weights_drive_and_target_carry_no_gradient():
-    advantages, logps = f64(ADVANTAGES).requires_grad_(), f64(LOGPS).requires_grad_()
-    alpha, temperature, mu = (f64(x).requires_grad_() for x in (0.4, 0.7, 1.1))
-    omega = escort_weights(advantages, alpha=alpha, num_generations=G, temperature=temperature, anchor_logps=logps)
-    drive, chemical_potential = project(omega.clone().requires_grad_(), num_generations=G, scaling="group")
-    stiffness = stiffness_for_radius(drive.clone().requires_grad_(), 0.1)
-    target, used = admissible_target(drive.clone().requires_grad_(), mu=mu, num_generations=G, positivity="stiffen")
-    assert not any(made.requires_grad for made in (omega, drive, chemical_potential, stiffness, target, used))
+
+    def leaf(values):
+        return torch.as_tensor(values, dtype=torch.float64).clone().requires_grad_()
+
+    omega = escort_weights(
+        leaf(ADVANTAGES), alpha=leaf(0.4), num_generations=G, temperature=leaf(0.7), anchor_logps=leaf(LOGPS)
+    )
+    drive, chemical_potential = project(leaf(omega), num_generations=G, scaling="group")
+    stiffness = stiffness_for_radius(leaf(drive), 0.1)
+    target, mu = admissible_target(leaf(drive), mu=leaf(1.1), num_generations=G, positivity="stiffen")
+    assert not any(result.requires_grad for result in (omega, drive, chemical_potential, stiffness, target, mu))
 
 
 # χ² trust region: Proposition 6.3, corrected
@@ -195,18 +205,19 @@ def test_stiffness_for_radius_neither_underflows_nor_overflows(scale):
 @pytest.mark.parametrize("omega", [(0.5, 1.5), (0.2, 0.6, 0.9, 1.2, 2.1)])
 def test_target_solves_the_chi2_constrained_problem(omega):
     """max <omega, v> over v in H0 with E[v²] ≤ radius, by a generic solver."""
-    drive, _ = project(f64(omega), num_generations=len(omega))
-    target, _ = admissible_target(drive, mu=stiffness_for_radius(drive, 0.3), num_generations=len(omega))
-    solution = minimize(
-        lambda v: -sum(w * x for w, x in zip(omega, v, strict=True)) / len(omega),
-        x0=[0.01 * (-1) ** i for i in range(len(omega))],
-        constraints=[
-            {"type": "eq", "fun": sum},
-            {"type": "ineq", "fun": lambda v: 0.3 - sum(x**2 for x in v) / len(omega)},
-        ],
-        method="SLSQP",
-        options={"ftol": 1e-14},
-    )
+    size = len(omega)
+    drive, _ = project(f64(omega), num_generations=size)
+    target, _ = admissible_target(drive, mu=stiffness_for_radius(drive, 0.3), num_generations=size)
+
+    def negative_mean(v):
+        return -statistics.fmean(w * x for w, x in zip(omega, v, strict=True))
+
+    def room_in_radius(v):
+        return 0.3 - statistics.fmean(x**2 for x in v)
+
+    start = [0.01 * (-1) ** i for i in range(size)]
+    constraints = [{"type": "eq", "fun": sum}, {"type": "ineq", "fun": room_in_radius}]
+    solution = minimize(negative_mean, x0=start, constraints=constraints, method="SLSQP", options={"ftol": 1e-14})
     assert_close(target, f64(solution.x), rtol=0, atol=1e-5)
 
 
@@ -235,7 +246,9 @@ def project_by_brute_force(y, total):
     for size in range(1, len(y) + 1):
         for support in itertools.combinations(range(len(y)), size):
             shift = (sum(y[i] for i in support) - total) / size
-            t = [y[i] - shift if i in support else 0.0 for i in range(len(y))]
+            t = [0.0] * len(y)
+            for i in support:
+                t[i] = y[i] - shift
             distance = sum((a - b) ** 2 for a, b in zip(t, y, strict=True))
             if min(t) >= 0 and distance < best_distance:
                 best, best_distance = t, distance
@@ -246,13 +259,14 @@ def project_by_brute_force(y, total):
 @pytest.mark.parametrize("mu", [1e-3, 0.05, 0.3, 1.0])
 def test_project_is_the_euclidean_projection_on_the_simplex(mu, dtype):
     """Of the valid rows of a group; exact up to the rounding of the largest entry, also with near ties."""
-    drawn = torch.randn(10, 6, dtype=dtype).round() + 1e-3 * torch.randn(10, 6, dtype=dtype)
-    drive = (drawn - drawn.mean(dim=1, keepdim=True)).flatten()
+    near_ties = torch.randn(10, 6, dtype=dtype).round() + 1e-3 * torch.randn(10, 6, dtype=dtype)
+    drive = (near_ties - near_ties.mean(dim=1, keepdim=True)).flatten()
     valid = torch.rand(60) > 0.2
     drive[~valid] = math.nan
     target, used = admissible_target(drive, mu=mu, num_generations=6, positivity="project", valid=valid)
     assert used.item() == pytest.approx(mu)
-    tolerance = 4 * torch.finfo(dtype).eps * (1 + drive[valid].abs().max().item() / mu)
+    largest = drive[valid].abs().max().item() / mu
+    tolerance = 4 * torch.finfo(dtype).eps * (1 + largest)
     for rows in groups_of(60, 6, valid.tolist()):
         expected = project_by_brute_force([1 + x for x in (drive[rows] / used).tolist()], len(rows))
         assert_close(target[rows] + 1, torch.tensor(expected, dtype=dtype), rtol=0, atol=tolerance)
@@ -275,10 +289,11 @@ def temperature(base=0.5, *, mean_logps, rewards, vocab_size=50, low=1e-3, high=
 @pytest.mark.parametrize(("base", "low", "high"), [(0.5, 1e-3, 9.0), (1.4, 1.1, 1.5)])
 def test_adaptive_temperature_is_the_schedule_of_the_authors_code(entropy, success, base, low, high):
     """For four rewards, of which two are the extremes."""
-    made = {"mean_logps": [-entropy * math.log(50)] * 4, "rewards": [-1.0, 1.0, 2 * success, 2 * success]}
+    rollout = {"mean_logps": [-entropy * math.log(50)] * 4, "rewards": [-1.0, 1.0, 2 * success, 2 * success]}
     entropy = min(max(entropy, 0), 1)
     expected = base * (1 + 0.2 * entropy - 0.5 * (1 - entropy) * success)
-    assert temperature(base, low=low, high=high, **made) == pytest.approx(min(max(expected, low), high), rel=1e-12)
+    within = min(max(expected, low), high)
+    assert temperature(base, low=low, high=high, **rollout) == pytest.approx(within, rel=1e-12)
 
 
 @pytest.mark.parametrize("trash", [0.0, *TRASH])
@@ -287,12 +302,14 @@ def test_entropy_and_success_are_those_of_the_valid_completions(valid, trash):
     """Mean surprise per token over that of the uniform policy; mean reward scaled to the range of rewards."""
     logps = list(CORRECTIONS["length_normalized"])
     rewards = [0.0, 1.0, 9.0, 0.25, 1.0, 1.0, -0.5, 0.5, 0.0, -7.0, 3.0, 1.0]
-    kept = [i for i in range(12) if valid is None or valid[i]]
-    entropy = statistics.fmean(-logps[i] for i in kept) / math.log(50)
-    low, high = min(rewards[i] for i in kept), max(rewards[i] for i in kept)
-    success = statistics.fmean(2 * (rewards[i] - low) / (high - low) - 1 for i in kept)
-    for i in {*range(12)} - {*kept}:
-        logps[i] = rewards[i] = trash
+    valid_rows = [i for i in range(12) if valid is None or valid[i]]
+    entropy = statistics.fmean(-logps[i] for i in valid_rows) / math.log(50)
+    valid_rewards = [rewards[i] for i in valid_rows]
+    low, high = min(valid_rewards), max(valid_rewards)
+    success = statistics.fmean(2 * (reward - low) / (high - low) - 1 for reward in valid_rewards)
+    for i in range(12):
+        if i not in valid_rows:
+            logps[i] = rewards[i] = trash
     expected = 0.5 * (1 + 0.2 * entropy - 0.5 * (1 - entropy) * success)
     assert temperature(mean_logps=logps, rewards=rewards, valid=valid) == pytest.approx(expected, rel=1e-12)
 
@@ -334,12 +351,14 @@ def of(name: str) -> Objective:
 
 
 def test_clamp_bounds_and_marks_the_reduced_log_ratio_but_not_its_gradient():
-    logps = f64([[-1.0, -1.0], [-9.0, -9.0], [-1.0, -1.0], [-1.0, -9.0], [-1.0, -math.inf]]).requires_grad_()
-    anchor = f64([[-2.0, -2.0], [-1.0, -1.0], [-9.0, -9.0], [-9.0, -2.0], [-1.0, -1.0]])
+    rows = [[-1.0, -1.0], [-9.0, -9.0], [-1.0, -1.0], [-1.0, -9.0], [-1.0, -math.inf]]
+    rows_of_anchor = [[-2.0, -2.0], [-1.0, -1.0], [-9.0, -9.0], [-9.0, -2.0], [-1.0, -1.0]]
+    logps, anchor = f64(rows).requires_grad_(), f64(rows_of_anchor)
     log_ratio, clamped = log_ratio_of(logps, anchor, torch.ones(5, 2), reduction="sum", clamp=2.0)
     assert log_ratio.tolist() == [2.0, -2.0, 2.0, 1.0, -2.0]
     assert clamped.tolist() == [False, True, True, False, True]  # 2 is at the bound, not beyond it
-    assert torch.autograd.grad(log_ratio.sum(), logps)[0][:4].tolist() == [[1.0, 1.0]] * 4
+    (gradient,) = torch.autograd.grad(log_ratio.sum(), logps)
+    assert gradient[:4].tolist() == [[1.0, 1.0]] * 4
     # For "mean" the bound applies to the mean: -8, not -16.
     log_ratio, clamped = log_ratio_of(logps, anchor, torch.ones(5, 2), reduction="mean", clamp=10.0)
     assert log_ratio.tolist() == [1.0, -8.0, 8.0, 0.5, -10.0]
@@ -350,8 +369,8 @@ def test_clamp_bounds_and_marks_the_reduced_log_ratio_but_not_its_gradient():
 def test_log_probability_that_is_not_a_number_reaches_the_gradient(form):
     """By which a step is skipped. The gradient of `clamp` is 0 there, as if the completion were none."""
     logps = f64([[-1.0, -1.0], [-1.0, -1.0]]).requires_grad_()
-    made = samples(logps, f64([[-2.0, math.nan], [-2.0, -1.0]]), torch.ones(2, 2))
-    loss = opo(ratio_form=form).loss(made)
+    anchor = f64([[-2.0, math.nan], [-2.0, -1.0]])
+    loss = opo(ratio_form=form).loss(samples(logps, anchor, torch.ones(2, 2)))
     (gradient,) = torch.autograd.grad((loss.work + loss.dissipation).sum(), logps)
     assert gradient[0].isnan().all()
     assert gradient[1].isfinite().all()
@@ -378,13 +397,16 @@ def test_loss_is_the_definition_with_the_bounded_weight_of_reused_completions(fo
     logps, anchor, mask = token_logps()
     anchor[3] = logps[3] - 0.3
     target, mu, sampler = f64([0.7, -0.4, 0.0, 1.1]), f64([0.3] * 4), f64([1.0, 0.5, 1.0, 2.0])
-    made = samples(logps, anchor, mask, target=target, mu=mu, weights=sampler, reused=reused)
-    got = opo(ratio_form=form, log_ratio_reduction=reduction).loss(made)
+    batch = samples(logps, anchor, mask, target=target, mu=mu, weights=sampler, reused=reused)
+    got = opo(ratio_form=form, log_ratio_reduction=reduction).loss(batch)
     bounds = set()
     for row in range(4):
-        moved = [(logps[row, t] - anchor[row, t]).item() for t in range(5) if MASK[row][t]]
-        delta = math.fsum(moved) / (max(len(moved), 1) if reduction == "mean" else 1)
-        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if reused and form != "truncated" else 1.0)
+        log_ratios = (logps[row] - anchor[row])[mask[row].bool()].tolist()
+        delta = math.fsum(log_ratios)
+        if reduction == "mean":
+            delta /= max(len(log_ratios), 1)
+        has_weight = reused and form != "truncated"
+        weight = sampler[row].item() * (min(math.exp(delta), 2.0) if has_weight else 1.0)
         clamped = max(-1.0, min(delta, 1.0))
         u = math.expm1(clamped) if form == "exact" else clamped
         push, pull_back = u, u**2 / 2
@@ -394,16 +416,18 @@ def test_loss_is_the_definition_with_the_bounded_weight_of_reused_completions(fo
         assert got.log_ratio[row].item() == pytest.approx(clamped, rel=1e-12)
         assert got.clamped[row].item() == (abs(delta) > 1)
         assert got.weights[row].item() == pytest.approx(weight, rel=1e-12)
-        assert got.work[row].item() == pytest.approx(-weight * 0.3 * target[row].item() * push, rel=1e-12)
-        assert got.dissipation[row].item() == pytest.approx(weight * 0.3 * pull_back, rel=1e-12)
+        work = -weight * 0.3 * target[row].item() * push
+        dissipation = weight * 0.3 * pull_back
+        assert got.work[row].item() == pytest.approx(work, rel=1e-12)
+        assert got.dissipation[row].item() == pytest.approx(dissipation, rel=1e-12)
         bounds.add(math.exp(delta) > 2)
     assert bounds == ({True, False} if reduction == "sum" else {False})  # both sides of the bound
 
 
 @pytest.mark.parametrize("form", ["truncated", "log", "exact"])
 def test_weight_of_a_completion_that_was_left_behind_stays_above_zero(form):
-    made = samples(torch.full((1, 3), -400.0), torch.zeros(1, 3), torch.ones(1, 3), weights=torch.ones(1))
-    assert opo(ratio_form=form).loss(made).weights.item() > 0
+    batch = samples(torch.full((1, 3), -400.0), torch.zeros(1, 3), torch.ones(1, 3), weights=torch.ones(1))
+    assert opo(ratio_form=form).loss(batch).weights.item() > 0
 
 
 class Shortened(OPO):
@@ -465,9 +489,9 @@ def test_which_published_losses_pull_back(name):
 
 def test_objective_asks_for_the_advantages_of_valid_rows():
     advantages, valid = f64([1.0, math.nan, -1.0, 0.5]), torch.tensor([True, False, True, True])
-    found = Objective(None).targets(Groups(advantages, advantages, valid, 2))
-    assert found.target.tolist() == found.drive.tolist() == [1.0, 0.0, -1.0, 0.5]
-    assert found.mu.item() == 1.0
+    targets = Objective(None).targets(Groups(advantages, advantages, valid, 2))
+    assert targets.target.tolist() == targets.drive.tolist() == [1.0, 0.0, -1.0, 0.5]
+    assert targets.mu.item() == 1.0
 
 
 @pytest.mark.parametrize("group", [5, 0])

@@ -1,6 +1,7 @@
 """What holds for all inputs: finite results, and no effect of invalid rows."""
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 from by_hand import log_ratio_of
@@ -23,6 +24,7 @@ from opo_trl.objective import (
 # The same examples in every run and on every machine.
 every_example = settings(deadline=None, derandomize=True, max_examples=75)
 
+ALPHAS = st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.4, 1.0]))
 SCALINGS = st.sampled_from(["none", "group", "batch"])
 POSITIVITIES = st.sampled_from(["none", "stiffen", "clip", "project"])
 RATIO_FORMS = st.sampled_from(["truncated", "log", "exact"])
@@ -32,80 +34,93 @@ ADVANTAGES = st.one_of(st.floats(-3, 3), st.floats(-1e4, 1e4), st.sampled_from([
 LOGPS = st.one_of(st.floats(-30, 0), st.floats(-1e4, 0))
 
 
+@dataclass
+class Rollout:
+    """Complete groups, and the options of the target."""
+
+    group: int
+    advantages: torch.Tensor
+    anchor_logps: torch.Tensor | None
+    valid: torch.Tensor | None
+    alpha: float
+    temperature: float
+    mu: float
+    scaling: str
+    positivity: str
+
+    @property
+    def keep(self) -> torch.Tensor:
+        return torch.ones_like(self.advantages, dtype=torch.bool) if self.valid is None else self.valid
+
+    def by_group(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, self.group)
+
+
 @st.composite
 def rollouts(draw, dtypes=(torch.float32, torch.float64)):
-    """Complete groups: advantages, log-probabilities, valid rows, and the options of the target."""
     group, groups = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     dtype = draw(st.sampled_from(dtypes))
 
     def rows(elements):
         return draw(st.lists(elements, min_size=group * groups, max_size=group * groups))
 
-    return {
-        "group": group,
-        "advantages": torch.tensor(rows(ADVANTAGES), dtype=dtype),
-        "anchor_logps": draw(st.sampled_from([None, torch.tensor(rows(LOGPS), dtype=dtype)])),
-        "valid": torch.tensor(rows(st.booleans())) if draw(st.booleans()) else None,
-        "alpha": draw(st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.4, 1.0]))),
-        "temperature": 10 ** draw(st.floats(-3, 3)),
-        "mu": 10 ** draw(st.floats(-3, 3)),
-        "scaling": draw(SCALINGS),
-        "positivity": draw(POSITIVITIES),
-    }
-
-
-def steps_one_to_five(r, advantages=None, anchor_logps=None):
-    advantages = r["advantages"] if advantages is None else advantages
-    anchor_logps = r["anchor_logps"] if anchor_logps is None else anchor_logps
-    omega = escort_weights(
-        advantages,
-        alpha=r["alpha"],
-        num_generations=r["group"],
-        temperature=r["temperature"],
+    advantages = torch.tensor(rows(ADVANTAGES), dtype=dtype)
+    logps = torch.tensor(rows(LOGPS), dtype=dtype)
+    valid = torch.tensor(rows(st.booleans())) if draw(st.booleans()) else None
+    anchor_logps = draw(st.sampled_from([None, logps]))
+    return Rollout(
+        group=group,
+        advantages=advantages,
         anchor_logps=anchor_logps,
-        valid=r["valid"],
+        valid=valid,
+        alpha=draw(ALPHAS),
+        temperature=10 ** draw(st.floats(-3, 3)),
+        mu=10 ** draw(st.floats(-3, 3)),
+        scaling=draw(SCALINGS),
+        positivity=draw(POSITIVITIES),
     )
-    drive, chemical_potential = project(omega, num_generations=r["group"], scaling=r["scaling"], valid=r["valid"])
-    target, mu = admissible_target(
-        drive, mu=r["mu"], num_generations=r["group"], positivity=r["positivity"], valid=r["valid"]
-    )
+
+
+def steps_one_to_five(r: Rollout):
+    """Omega, drive, chemical potential, target and μ."""
+    rows = {"num_generations": r.group, "valid": r.valid}
+    omega = escort_weights(r.advantages, alpha=r.alpha, temperature=r.temperature, anchor_logps=r.anchor_logps, **rows)
+    drive, chemical_potential = project(omega, scaling=r.scaling, **rows)
+    target, mu = admissible_target(drive, mu=r.mu, positivity=r.positivity, **rows)
     return omega, drive, chemical_potential, target, mu
-
-
-def keep_of(r):
-    return torch.ones_like(r["advantages"], dtype=torch.bool) if r["valid"] is None else r["valid"]
 
 
 @every_example
 @given(rollouts())
 def test_drive_and_target_are_finite_and_zero_on_invalid_rows(r):
-    keep = keep_of(r)
+    keep = r.keep
     omega, drive, _, target, mu = steps_one_to_five(r)
     for field in (omega, drive, target):
-        assert field.dtype == r["advantages"].dtype
+        assert field.dtype == r.advantages.dtype
         assert field.isfinite().all()
         assert (field[~keep] == 0).all()
     assert (omega >= 0).all()
-    assert mu >= r["mu"] * (1 - 1e-6)
-    if r["positivity"] != "none":
+    assert mu >= r.mu * (1 - 1e-6)
+    if r.positivity != "none":
         assert (target >= -1).all()
-    for weights, of_group, kept in zip(*(x.view(-1, r["group"]) for x in (omega, drive, keep)), strict=True):
-        if len(weights[kept].unique()) <= 1:
-            assert not of_group.any()
+    for weights, drives, valid in zip(r.by_group(omega), r.by_group(drive), r.by_group(keep), strict=True):
+        if len(weights[valid].unique()) <= 1:
+            assert not drives.any()
 
 
 @every_example
 @given(rollouts())
 def test_escort_weights_have_mean_one_and_an_unscaled_drive_conserves_probability(r):
-    r["scaling"] = "none"
+    r.scaling = "none"
     omega, drive, chemical_potential, _, _ = steps_one_to_five(r)
     eps = torch.finfo(omega.dtype).eps
-    counts = keep_of(r).view(-1, r["group"]).sum(dim=1)
+    counts = r.by_group(r.keep).sum(dim=1)
     has_rows = (counts > 0).to(omega.dtype)
-    total = omega.view(-1, r["group"]).sum(dim=1)
+    total = r.by_group(omega).sum(dim=1)
     assert_close(total, counts.to(omega.dtype), rtol=10 * eps, atol=0)
     assert_close(chemical_potential, has_rows, rtol=10 * eps, atol=0)
-    assert drive.view(-1, r["group"]).sum(dim=1).abs().max() <= 10 * eps * r["group"]
+    residual = r.by_group(drive).sum(dim=1).abs().max()
+    assert residual <= 10 * eps * r.group
 
 
 @every_example
@@ -122,10 +137,11 @@ def test_scaled_by_group_the_drive_of_two_valued_rewards_is_the_z_scored_advanta
 @every_example
 @given(rollouts(), st.floats(-4, 2), TRASH)
 def test_target_of_a_chi2_radius_has_that_radius(r, log_radius, trash):
-    radius, keep = 10**log_radius, keep_of(r)
+    radius, keep = 10**log_radius, r.keep
     _, drive, _, _, _ = steps_one_to_five(r)
-    mu = stiffness_for_radius(drive, radius, valid=r["valid"])
-    assert torch.equal(mu, stiffness_for_radius(drive.masked_fill(~keep, trash), radius, valid=r["valid"]))
+    mu = stiffness_for_radius(drive, radius, valid=r.valid)
+    with_trash = drive.masked_fill(~keep, trash)
+    assert torch.equal(mu, stiffness_for_radius(with_trash, radius, valid=r.valid))
     assert mu.isfinite()
     assert mu > 0
     target = drive / mu
@@ -138,10 +154,11 @@ def test_target_of_a_chi2_radius_has_that_radius(r, log_radius, trash):
 @every_example
 @given(rollouts(), TRASH)
 def test_value_of_an_invalid_row_never_changes_anything_else(r, trash):
-    invalid = ~keep_of(r)
-    anchor_logps = None if r["anchor_logps"] is None else r["anchor_logps"].masked_fill(invalid, trash)
+    with_trash = replace(r, advantages=r.advantages.masked_fill(~r.keep, trash))
+    if r.anchor_logps is not None:
+        with_trash.anchor_logps = r.anchor_logps.masked_fill(~r.keep, trash)
     clean = steps_one_to_five(r)
-    dirty = steps_one_to_five(r, r["advantages"].masked_fill(invalid, trash), anchor_logps)
+    dirty = steps_one_to_five(with_trash)
     for before, after in zip(clean, dirty, strict=True):
         assert torch.equal(before, after)
 
@@ -149,12 +166,13 @@ def test_value_of_an_invalid_row_never_changes_anything_else(r, trash):
 @every_example
 @given(rollouts(), RATIO_FORMS, st.floats(0.1, 20), st.sampled_from(["sum", "mean"]), st.data())
 def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r, ratio_form, clamp, reduction, data):
-    keep, dtype = keep_of(r), r["advantages"].dtype
+    keep, dtype = r.keep, r.advantages.dtype
     omega, drive, _, target, mu = steps_one_to_five(r)
     shape = (len(keep), data.draw(st.integers(1, 5)))
 
     def matrix(elements):
-        values = data.draw(st.lists(elements, min_size=math.prod(shape), max_size=math.prod(shape)))
+        size = math.prod(shape)
+        values = data.draw(st.lists(elements, min_size=size, max_size=size))
         return torch.tensor(values).view(shape)
 
     mask = matrix(st.booleans())
@@ -175,7 +193,7 @@ def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r,
 
     logged = step_metrics(log_ratio, weights, clamped)
     if keep.any():
-        made = Targets(drive, target, mu, omega, torch.tensor(r["temperature"]))
-        logged |= rollout_metrics(made, Groups(drive, drive, keep, r["group"]))
-        assert 1 - 1e-5 <= logged["escort/ess"] <= r["group"] * (1 + 1e-5)
+        targets = Targets(drive, target, mu, omega, torch.tensor(r.temperature))
+        logged |= rollout_metrics(targets, Groups(drive, drive, keep, r.group))
+        assert 1 - 1e-5 <= logged["escort/ess"] <= r.group * (1 + 1e-5)
     assert all(value.isfinite() for value in logged.values())

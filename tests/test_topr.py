@@ -27,9 +27,10 @@ def table(target, policy, before):
 
 def potential(ratio, low, high):
     """Whose derivative by the logarithm of the ratio is the ratio within bounds."""
-    below = low * (1 + (ratio / low).log()) if low else 0 * ratio
-    above = high * (1 + (ratio / high).log())
-    return torch.where(ratio < low, below, torch.where(ratio > high, above, ratio))
+    below = low * ((ratio / low).log() + 1) if low else 0 * ratio
+    above = high * ((ratio / high).log() + 1)
+    not_above = torch.where(ratio < low, below, ratio)
+    return torch.where(ratio > high, above, not_above)
 
 
 @pytest.mark.parametrize("right", [(0, 2), (1, 1), (1, 2)])
@@ -43,15 +44,17 @@ def test_gradient_is_that_of_the_potential_of_its_bounds(right, wrong):
         logits = (before.log() + size * moved).requires_grad_()
         policy = logits.softmax(0)
         loss = topr(positive_bounds=list(right), negative_bounds=list(wrong)).loss(table(push, policy, before))
-        (found,) = torch.autograd.grad(-before @ (loss.work + loss.dissipation), logits, retain_graph=True)
+        losses = loss.work + loss.dissipation
+        (gradient,) = torch.autograd.grad(-before @ losses, logits, retain_graph=True)
         ratio = policy / before
-        objective = torch.where(push > 0, push * potential(ratio, *right), push * potential(ratio, *wrong))
-        (expected,) = torch.autograd.grad(before @ objective, logits, retain_graph=True)
-        assert torch.allclose(found, expected, atol=1e-12)
+        potentials = torch.where(push > 0, potential(ratio, *right), potential(ratio, *wrong))
+        (expected,) = torch.autograd.grad(before @ (push * potentials), logits, retain_graph=True)
+        assert torch.allclose(gradient, expected, atol=1e-12)
         assert expected.norm() > 0.05
         if right == wrong == (0, 2) and size < 1:
             assert ratio.max() < 2
-            assert torch.allclose(found, torch.autograd.grad(policy @ push, logits)[0], atol=1e-12)
+            (of_expected_reward,) = torch.autograd.grad(policy @ push, logits)
+            assert torch.allclose(gradient, of_expected_reward, atol=1e-12)
 
 
 def groups(rewards, **fields) -> Groups:
@@ -62,18 +65,19 @@ def groups(rewards, **fields) -> Groups:
 def test_pushes_are_rewards_advantages_or_escort_weights():
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(5)).round(decimals=1)
     known = groups(rewards)
-    centred = {
+    pushes = {
         "reward": rewards,
         "advantage": rewards.sign(),
         "escort": escort_weights(rewards.sign(), alpha=0.2, **known.rows),
     }
-    for push, given in centred.items():
-        options = {"alpha": 0.2} if push == "escort" else {}
-        found = topr(push=push, **options).targets(known).target
+    for name, push in pushes.items():
+        fields = {"alpha": 0.2} if name == "escort" else {}
+        target = topr(push=name, **fields).targets(known).target
         for group in range(3):
             rows = slice(4 * group, 4 * group + 4)
-            kept, own = known.valid[rows], given[rows]
-            assert torch.allclose(found[rows], torch.where(kept, own - own[kept].mean(), 0.0), atol=1e-6)
+            valid, of_group = known.valid[rows], push[rows]
+            centred = torch.where(valid, of_group - of_group[valid].mean(), 0.0)
+            assert torch.allclose(target[rows], centred, atol=1e-6)
 
 
 @pytest.mark.parametrize("push", ["reward", "advantage", "escort"])

@@ -73,12 +73,16 @@ def _check_template(script: OPOScriptArguments, data: Dataset, tokenizer: PreTra
         fix = "Set `prompt_style` to 'chat', or write each prompt as messages"
         raise ValueError(f"`tools` and `environment_factory` need conversations, but the prompts are text. {fix}.")
     if not is_text and tokenizer.chat_template is None:
-        said = f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
-        raise ValueError(f"{said}. Set `prompt_style` to 'plain', or add a chat_template.jinja there.")
+        raise ValueError(
+            f"prompt_style='chat', but the tokenizer of {tokenizer.name_or_path!r} has no chat template. "
+            "Set `prompt_style` to 'plain', or add a chat_template.jinja there."
+        )
 
 
 def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
-    name, columns, seed = str(script.dataset_name), cast(dict, script.columns or {}), script.subset_seed
+    """The problems of `dataset_name`, as prompts; `fitting` drops those for training that are too long."""
+    name, seed = str(script.dataset_name), script.subset_seed
+    columns = cast(dict, script.columns or {})
 
     def stored(split: str, levels: Sequence[str] | None) -> Dataset:
         return draw_or_load(name, script.dataset_config, split, levels, cast(dict | None, script.dataset_settings))
@@ -88,15 +92,11 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     rows = stored(script.dataset_train_split, script.levels)
     style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
     asked = "prompt" if style == "dataset" else "problem"
-    if style == "dataset" and script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
-        fix = "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them"
-        raise ValueError(f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. {fix}.")
     problems, sources = take(rows, columns, asked)
-    reads_boxes = "accuracy_reward" in (script.reward_funcs or ())
-    if style == "dataset" and reads_boxes and not any("boxed" in str(p) for p in problems["prompt"][:100]):
-        fix = "`columns: {problem: prompt}` adds `instruction` to each"
-        logger.warning(f"No prompt asks for an answer in \\boxed{{}}, which `accuracy_reward` reads: {fix}.")
-    said = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()] + [f"prompt_style: {style}"]
+    if style == "dataset":
+        _check_prompts(script, problems)
+    notes = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()]
+    notes.append(f"prompt_style: {style}")
     has_answers = "solution" in problems.column_names
     levels = script.report_levels
     if levels is None:
@@ -107,7 +107,7 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
         share = TEST_FRACTION
     if share is not None:
         parts = problems.train_test_split(share, seed=seed)
-        said.append(f"{len(parts['test']):,} of its {len(problems):,} rows are held out (test_fraction: {share:g})")
+        notes.append(f"{len(parts['test']):,} of its {len(problems):,} rows are held out (test_fraction: {share:g})")
         problems = parts["train"]
     training = select(problems, script.levels, script.fraction, seed)
 
@@ -118,15 +118,20 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
 
     def held_out(levels: list[str] | None, size: int | None) -> Dataset:
         levels = None if levels == [ALL] else levels
-        test = parts["test"] if parts else take(stored(script.dataset_test_split, levels), columns, asked)[0]
+        if parts:
+            test = parts["test"]
+        else:
+            test, _ = take(stored(script.dataset_test_split, levels), columns, asked)
         problems = without_overlap(select(test, levels, 1.0, seed), training)
         if size is not None:
-            problems = problems.shuffle(seed=seed).select(range(min(size, len(problems))))
+            size = min(size, len(problems))
+            problems = problems.shuffle(seed=seed).select(range(size))
         return prompts_of(problems)
 
-    prompts, of = fitting(prompts_of(training)), script.validation_levels
-    validation = held_out(of, script.validation_size) if script.validation_steps else None
-    evaluation = held_out(of, None) if evaluates else None
+    prompts = fitting(prompts_of(training))
+    validates = bool(script.validation_steps)
+    validation = held_out(script.validation_levels, script.validation_size) if validates else None
+    evaluation = held_out(script.validation_levels, None) if evaluates else None
     report = {}
     try:
         for level in levels:
@@ -136,7 +141,23 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
             raise
         logger.warning("No accuracy is measured before and after training: %s", error)
     if not has_answers:
-        said.append("no column has answers")
-    chosen = f", levels {', '.join(script.levels)}" if script.levels else ""
-    plan = f"{len(prompts):,} prompts of {name} ({script.dataset_train_split}{chosen}): {'; '.join(said)}"
+        notes.append("no column has answers")
+    of_levels = f", levels {', '.join(script.levels)}" if script.levels else ""
+    plan = f"{len(prompts):,} prompts of {name} ({script.dataset_train_split}{of_levels}): {'; '.join(notes)}"
     return Data(prompts, validation, report, evaluation, plan)
+
+
+def _check_prompts(script: OPOScriptArguments, problems: Dataset) -> None:
+    """Check that prompts which the dataset brings need no `instruction`."""
+    if script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
+        raise ValueError(
+            f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. "
+            "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them."
+        )
+    reads_boxes = "accuracy_reward" in (script.reward_funcs or ())
+    asks_for_box = any("boxed" in str(prompt) for prompt in problems["prompt"][:100])
+    if reads_boxes and not asks_for_box:
+        logger.warning(
+            "No prompt asks for an answer in \\boxed{}, which `accuracy_reward` reads: "
+            "`columns: {problem: prompt}` adds `instruction` to each."
+        )

@@ -40,8 +40,8 @@ REWARDS: dict[str, Callable] = {
 
 def load_reward(name: str) -> Callable:
     """Find a reward function by its name in [`REWARDS`] or its dotted import path."""
-    wanted = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
-    reward = REWARDS.get(name) or load("reward_funcs", name, wanted, "my_rewards.length_reward")
+    allowed = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
+    reward = REWARDS.get(name) or load("reward_funcs", name, allowed, "my_rewards.length_reward")
     require(not inspect.isclass(reward), "reward_funcs", name, "a function: a class would have to be made first")
     return reward
 
@@ -52,50 +52,55 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
     length, cache = args.max_completion_length, script.overlong_cache
     needs_cache = "soft_overlong_punishment" in names
     if needs_cache or cache is not None:
-        wanted = f"a number up to max_completion_length={length}, and `reward_funcs` to hold soft_overlong_punishment"
-        require(needs_cache and bool(cache and length and cache <= length), "overlong_cache", cache, wanted)
+        fits = bool(cache and length and cache <= length)
+        allowed = f"a number up to max_completion_length={length}, and `reward_funcs` to hold soft_overlong_punishment"
+        require(needs_cache and fits, "overlong_cache", cache, allowed)
     workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     limits: Any = {"workers": workers, "timeout": script.reward_timeout, "memory": script.reward_memory}
-    found: list[Any] = []
+    reward_funcs: list[Any] = []
     for name in names:
         if name == "soft_overlong_punishment":
-            found.append(get_soft_overlong_punishment(length, cast(int, cache)))
+            reward_funcs.append(get_soft_overlong_punishment(length, cast(int, cache)))
         else:
             reward = load_reward(name)
             # Some parse what a model writes, and may hang on it.
             isolated = script.reward_workers and reward in (accuracy_reward, gym_reward)
-            found.append(IsolatedReward(reward, **limits) if isolated else reward)
+            reward_funcs.append(IsolatedReward(reward, **limits) if isolated else reward)
     weights = args.reward_weights
     if model and names and weights:  # the first is that of the model, as in TRL
         args.reward_weights = [*weights[1:], weights[0]]
-    return [*found, *([model] if model else [])]
+    return [*reward_funcs, model] if model else reward_funcs
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, *, environments: bool) -> None:
     """Check that TRL can call the reward functions with the columns of a dataset, or of recorded rollouts."""
     if RECORDED in data.column_names:
         data = as_scored(data)
-    given = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
-    given += ["environments"] * environments
+    of_trl = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]
+    if environments:
+        of_trl.append("environments")
     columns = sorted({*data.column_names} - {"prompt", "completion"})
     for reward in rewards:
         function = reward.reward if isinstance(reward, IsolatedReward) else reward
         if not callable(function):  # a reward model
             continue
         try:
-            inspect.signature(function).bind(**dict.fromkeys([*given, *columns]))
+            inspect.signature(function).bind(**dict.fromkeys([*of_trl, *columns]))
         except (ValueError, TypeError) as error:
-            named = f"reward_funcs={getattr(function, '__name__', type(function).__name__)!r}"
-            called = f"It is called by keyword, with {', '.join(given)} and the columns {columns}"
-            fix = "Map columns (`columns: {solution: …}`), or let the function take `**columns`"
-            raise ValueError(f"{named} cannot be called: {error}. {called}. {fix}.") from error
+            name = getattr(function, "__name__", type(function).__name__)
+            raise ValueError(
+                f"reward_funcs={name!r} cannot be called: {error}. "
+                f"It is called by keyword, with {', '.join(of_trl)} and the columns {columns}. "
+                "Map columns (`columns: {solution: …}`), or let the function take `**columns`."
+            ) from error
 
 
 def load_tools(script: OPOScriptArguments) -> dict[str, Any]:
     """Find the tools and the environment of a run: arguments of the trainer."""
-    found: dict[str, Any] = {}
+    tools: dict[str, Any] = {}
     if script.tools:
-        found["tools"] = [load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
-    if name := script.environment_factory:
-        found["environment_factory"] = load("environment_factory", name, "a class", "my_game.Game")
-    return found
+        tools["tools"] = [load("tools", name, "a function", "my_tools.calculate") for name in script.tools]
+    if script.environment_factory:
+        path = script.environment_factory
+        tools["environment_factory"] = load("environment_factory", path, "a class", "my_game.Game")
+    return tools

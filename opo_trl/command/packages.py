@@ -35,8 +35,10 @@ def check_packages(args: Any, model_config: ModelConfig) -> None:
             raise ImportError(f"{name}=True needs a package that is not installed: `pip install '{package}'`.")
     absent = {*args.report_to} & {*_TRACKERS} - {*get_available_reporting_integrations()}
     if absent:
-        said = f"report_to={args.report_to!r} needs a package that is not installed, or not set up"
-        raise ImportError(f"{said}: {', '.join(sorted(absent))}. Install it, or set `report_to` to 'none'.")
+        raise ImportError(
+            f"report_to={args.report_to!r} needs a package that is not installed, or not set up: "
+            f"{', '.join(sorted(absent))}. Install it, or set `report_to` to 'none'."
+        )
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)
     except (ImportError, ValueError) as error:

@@ -76,17 +76,22 @@ class Job:
 
     def running(self) -> list[Path]:
         """Processes of the job: `CALLS` in their environment identifies them."""
-        mark, found = f"CALLS={self.folder / 'calls'}".encode(), []
+        mark = f"CALLS={self.folder / 'calls'}".encode()
+        processes = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                found += [process] if mark in (process / "environ").read_bytes().split(b"\0") else []
-        return found
+                variables = (process / "environ").read_bytes().split(b"\0")
+                if mark in variables:
+                    processes.append(process)
+        return processes
 
     def calls(self, name: str) -> list[list[str]]:
         """Arguments of each call of a stand-in so far; within a step, in the order of its nodes."""
         path = self.folder / "calls"
-        lines = [line.split("\t")[:-1] for line in path.read_text().splitlines()] if path.exists() else []
-        return [argv for called, _, *argv in sorted(lines, key=lambda line: line[1]) if called == name]
+        lines = path.read_text().splitlines() if path.exists() else []
+        calls = [line.split("\t")[:-1] for line in lines]
+        calls.sort(key=lambda call: call[1])
+        return [argv for called, _, *argv in calls if called == name]
 
 
 @pytest.fixture(scope="module")

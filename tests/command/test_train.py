@@ -66,7 +66,8 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
     assert all("opo/chi2" in line for line in log if "grad_norm" in line)
     completions = read_lines(run / "completions.jsonl")
     assert {line["step"] for line in completions} == {0, 2, 4}
-    assert all(line["prompt"].endswith("=") and line["reward"] in (0.0, 1.0) for line in completions)
+    assert all(line["prompt"].endswith("=") for line in completions)
+    assert {line["reward"] for line in completions} <= {0.0, 1.0}
     described = read_json(run / "environment.json")
     assert described["seed"] == 42
     assert described["packages"]["trl"] == version("trl")
@@ -82,7 +83,8 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
 def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
     type(logger).warning_once.cache_clear()  # another test may have seen it
     problems = tmp_path / "problems.csv"
-    problems.write_text("problem,solution\n" + "".join(f"What is {i} + {i}?,{2 * i}\n" for i in range(50)))
+    rows = [f"What is {i} + {i}?,{2 * i}\n" for i in range(50)]
+    problems.write_text("".join(["problem,solution\n", *rows]))
     fields = {"model_name_or_path": tiny_model, "dataset_name": problems, "output_dir": tmp_path / "run"}
     fields |= {"max_completion_length": 8, "max_completions": 64, "per_device_train_batch_size": 8}
     words = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
