@@ -5,7 +5,6 @@
 provided that the loss is a sum over samples, divided by their number in the optimizer step.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -63,11 +62,6 @@ class Planner:
             return ([take_rows(rows, part) for part in parts] for rows in steps)
         read = self._read_samples(steps, skippable)
         return (self._cut(rows, read[:, number]) for number, rows in enumerate(steps))
-
-    def most_rows(self, tokens: int) -> int:
-        """Samples of the micro-batch with the most tokens, if each has at most so many."""
-        most, budget = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        return most if budget is None else min(most, math.ceil(budget / max(tokens, 1)))
 
     def score(self, logps: Callable, model, input_ids, attention_mask, logits_to_keep, batch_size, **options):
         """

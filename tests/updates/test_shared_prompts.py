@@ -8,7 +8,7 @@ from helpers import EXACT, Script, distance, logged, norm, snapshot, trained
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from opo_trl.forecast.plan import _row_tokens
+from opo_trl.forecast.plan import _longest_tokens, most_rows
 from opo_trl.updates.cutting import Limits, Prompts, best_cut
 from opo_trl.updates.shared_prompts import arrange, balance, hashes, model_for
 
@@ -136,8 +136,8 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     options = {"gradient_accumulation_steps": 2, "max_steps": 2, "trainer_arguments": DATA}
     script = Script(min_length=length, max_length=length)
     trainer = trained(tiny_model, tmp_path, script=script, max_tokens_per_micro_batch=budget, **options)
-    prompt, completion = _row_tokens(trainer)
-    rows = trainer._planner.most_rows(prompt + completion)
+    prompt, completion = _longest_tokens(trainer)
+    rows = most_rows(trainer.args, prompt + completion)
     parts = [part for step in trainer.steps for part in step.batches]
     tokens = [part.get("opo_source", torch.cat([part["prompt_ids"], part["completion_ids"]], 1)) for part in parts]
     assert max(part.numel() for part in tokens) <= rows * (prompt + completion)
