@@ -49,7 +49,7 @@ NEEDS: dict[str, dict[str, str]] = {
             rollout_func generation_config eos_token_ids temperature num_generations num_generations_eval
             max_completion_length mask_truncated_completions pad_to_multiple_of log_completions log_multimodal
             reward_funcs reward_func_names reward_weights scale_rewards multi_objective_aggregation
-            _environment_pool environment_factories _is_vlm use_transformers_continuous_batching
+            _environment_pool environment_factories use_transformers_continuous_batching
         """,
         "trl.trainer.utils": """
             get_config_model_id is_async_callable pad(padding_value, padding_side) remove_none_values

@@ -51,12 +51,14 @@ class Evaluation:
 
     def __post_init__(self):
         rewards = [sample["reward"] for sample in self.samples]
-        groups = [rewards[i : i + self.per_problem] for i in range(0, len(rewards), self.per_problem)]
-        scored = [[reward >= 1.0 for reward in group if reward is not None] for group in groups]
-        # Correct and scored completions of each problem with a scored one.
-        self.by_problem = [(sum(right), len(right)) for right in scored if right]
-        self.correct = sum(right for right, _ in self.by_problem)
-        self.scored = sum(n for _, n in self.by_problem)
+        self.by_problem = []  # correct and scored completions of each problem with a scored one
+        for start in range(0, len(rewards), self.per_problem):
+            of_problem = rewards[start : start + self.per_problem]
+            are_correct = [reward >= 1.0 for reward in of_problem if reward is not None]
+            if are_correct:
+                self.by_problem.append((sum(are_correct), len(are_correct)))
+        self.correct = sum(n_correct for n_correct, _ in self.by_problem)
+        self.scored = sum(n_scored for _, n_scored in self.by_problem)
         self.unscorable = len(rewards) - self.scored  # the reward function returned `None`
         self.accuracy = self.correct / self.scored if self.scored else float("nan")
 
@@ -65,14 +67,22 @@ class Evaluation:
         Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
         is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal.
         """
-        shares = [right / n for right, n in self.by_problem]
-        if self.per_problem == 1 or len({*shares}) <= 1:  # without spread, the normal one would be a single point
+        shares = [n_correct / n_scored for n_correct, n_scored in self.by_problem]
+        are_equal = len(set(shares)) <= 1  # Without spread, the normal interval would be a single point.
+        if self.per_problem == 1 or are_equal:
             low, high = wilson_interval(round(sum(shares)), len(shares))
         else:
-            half = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
-            low, high = max(self.accuracy - half, 0.0), min(self.accuracy + half, 1.0)
-        found: dict[str, Any] = {"accuracy": self.accuracy, "low": low, "high": high}
-        return found | {"correct": self.correct, "scored": self.scored, "unscorable": self.unscorable}
+            half_width = NormalDist().inv_cdf(0.975) * stdev(shares) / len(shares) ** 0.5
+            low = max(self.accuracy - half_width, 0.0)
+            high = min(self.accuracy + half_width, 1.0)
+        return {
+            "accuracy": self.accuracy,
+            "low": low,
+            "high": high,
+            "correct": self.correct,
+            "scored": self.scored,
+            "unscorable": self.unscorable,
+        }
 
 
 def wilson_interval(correct: int, total: int) -> tuple[float, float]:
@@ -117,18 +127,24 @@ def evaluate(
     if decoding not in ("greedy", "sampled"):
         raise ValueError(f"decoding={decoding!r} is unknown. Use 'greedy' or 'sampled'.")
     accelerator = trainer.accelerator
-    batch = trainer.args.per_device_eval_batch_size
-    total = len(dataset) * samples
-    per_process = -(-total // accelerator.num_processes)
+    batch_size = trainer.args.per_device_eval_batch_size
+    total = len(dataset) * samples  # completions
+    per_process = math.ceil(total / accelerator.num_processes)
     first = accelerator.process_index * per_process
-    # Every process takes part in every generation, so a process with fewer rows repeats the last one, uncounted.
-    mine = [dataset[min(i, total - 1) // samples] for i in range(first, first + per_process)]
-    twin, was_training = _twin(trainer), trainer.model.training
+    rows = []
+    for number in range(first, first + per_process):
+        # Every process takes part in every generation, so one with fewer completions repeats the last, uncounted.
+        number = min(number, total - 1)
+        rows.append(dataset[number // samples])
+    twin = _twin(trainer)
+    was_training = trainer.model.training
+    solved = []
     try:
         with _decoding(twin, decoding), _own_random_state(trainer, seed):
-            hidden = trainer.args.disable_tqdm or not accelerator.is_main_process
-            bar = tqdm(range(0, per_process, batch), f"accuracy, {decoding}", leave=False, disable=hidden)
-            solved = [s for start in bar for s in _solve(twin, mine[start : start + batch])]
+            is_hidden = trainer.args.disable_tqdm or not accelerator.is_main_process
+            starts = range(0, per_process, batch_size)
+            for start in tqdm(starts, f"accuracy, {decoding}", leave=False, disable=is_hidden):
+                solved += _solve(twin, rows[start : start + batch_size])
     finally:
         trainer.model.train(was_training)
         if trainer.use_vllm:  # which has the weights of this step by now
@@ -146,23 +162,25 @@ def _twin(trainer: "GRPOTrainer") -> Any:
     # No score depends on the log-probabilities of behaviour policy, reference and vLLM's correction.
     twin.vllm_importance_sampling_correction = False
     twin._get_per_token_logps_and_entropies = lambda *args, **named: (None, None, None)
-    twin.state = copy(trainer.state)  # it counts tokens
+    twin.state = copy(trainer.state)  # It counts tokens.
     twin.args = copy(trainer.args)
-    twin._evaluated = []  # of TRL's evaluations
-    twin.args.report_to = []  # TRL logs how long it generates; to trackio even if its run has not begun or is over
-    for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs"):
-        setattr(twin, name, _emptied(getattr(trainer, name)))
-    if factories := cast(dict, trainer.environment_factories):
+    twin.args.report_to = []  # TRL logs how long it generates; to trackio even if its run has not begun or is over.
+    attributes = vars(twin)
+    for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs", "_evaluated"):
+        if name in attributes:  # `_evaluated` is of our trainers only.
+            attributes[name] = _emptied(attributes[name])
+    factories = cast(dict, trainer.environment_factories)
+    if factories:
         # Environments of evaluations only, kept for the next one: those of training may have a state of their own.
-        pools = vars(trainer).setdefault("_environments_of_evaluations", {name: [] for name in factories})
-        twin._environment_pool = pools
+        unused: dict[str, list] = {name: [] for name in factories}
+        twin._environment_pool = vars(trainer).setdefault("_environments_of_evaluations", unused)
     return twin
 
 
 def _emptied(records: Any) -> Any:
     """A new, empty container of the same type and limit; a dictionary keeps its fixed keys."""
     if type(records) is dict:
-        return {name: _emptied(kept) for name, kept in records.items()}
+        return {name: _emptied(values) for name, values in records.items()}
     empty = copy(records)
     empty.clear()
     return empty
@@ -183,40 +201,51 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         twin._generate_and_score_completions(rows)
     prompts, completions, rewards = scored[-1]
     start = twin.accelerator.process_index * len(rows)
-    own = rewards[start : start + len(rows), 0].tolist()
-    shown = (map(strip_images_from_messages, part) for part in (prompts, completions))
-    return [
-        {"prompt": prompt, "completion": completion, "reward": reward if math.isfinite(reward) else None}
-        for prompt, completion, reward in zip(*shown, own, strict=True)
-    ]
+    rewards_of_rows = rewards[start : start + len(rows), 0].tolist()
+    samples = []
+    for prompt, completion, reward in zip(prompts, completions, rewards_of_rows, strict=True):
+        samples.append(
+            {
+                "prompt": strip_images_from_messages(prompt),
+                "completion": strip_images_from_messages(completion),
+                "reward": reward if math.isfinite(reward) else None,
+            }
+        )
+    return samples
 
 
 def _decoding(twin: Any, decoding: Decoding) -> AbstractContextManager[None]:
-    if decoding == "greedy" and twin.use_vllm:
+    """A context in which the twin decodes so."""
+    if decoding == "sampled":
+        return nullcontext()
+    if twin.use_vllm:
         engine = twin.vllm_generation
-        plain = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
-        return temporarily(engine, temperature=0.0, generation_kwargs=plain)
-    if decoding == "greedy":
-        greedy = twin.generation_config = copy(twin.generation_config)
-        greedy.do_sample = False
-        greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
+        options = {name: value for name, value in engine.generation_kwargs.items() if name != "temperature"}
+        return temporarily(engine, temperature=0.0, generation_kwargs=options)
+    greedy = copy(twin.generation_config)
+    greedy.do_sample = False
+    greedy.temperature = greedy.top_p = greedy.top_k = greedy.min_p = None
+    twin.generation_config = greedy
     return nullcontext()
 
 
 @contextmanager
 def _own_random_state(trainer: "GRPOTrainer", seed: int) -> Iterator[None]:
+    """Draw from this seed, on each process otherwise; afterwards from where random numbers were before."""
     accelerator = trainer.accelerator
     # Processes that share a colocated vLLM engine must draw the same tokens.
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
     group = trainer.vllm_tensor_parallel_size if colocated else 1
     seed += 10_007 * (accelerator.process_index // group)
     device = accelerator.device
-    devices = [device] if device.type not in ("cpu", "mps") else []  # only this process's
-    python, numpy = random.getstate(), np.random.get_state()
+    has_generators = device.type not in ("cpu", "mps")
+    devices = [device] if has_generators else []  # only this process's
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch.random.fork_rng(devices, device_type=device.type if has_generators else "cuda"):
             set_seed(seed % 2**32)
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

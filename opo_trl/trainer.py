@@ -348,7 +348,7 @@ class OPOTrainer(GRPOTrainer):
         """The plan, printed when training starts."""
         from .forecast.plan import training_plan  # needed once, and not to import a trainer
 
-        return training_plan(self)
+        return f"{self._name} training plan\n{training_plan(self)}"
 
     # 1. The order of the prompts
 

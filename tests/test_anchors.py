@@ -17,8 +17,12 @@ class RoundsByShape(RecordingOPO):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        final_norm = self.model.model.norm
-        final_norm.register_forward_hook(lambda module, given, out: out * (1 + out.size(0) / 8 + out.size(1) / 64))
+
+        def scale_by_shape(module, inputs, output):
+            n_rows, width = output.shape[:2]
+            return output * (1 + n_rows / 8 + width / 64)
+
+        self.model.model.norm.register_forward_hook(scale_by_shape)
 
 
 class SampledByVLLM(RoundsByShape):
@@ -63,27 +67,25 @@ def test_log_ratio_is_exactly_zero_while_the_policy_has_not_moved(tiny_model, tm
     part = next(part for part in trainer.steps[1].batches if "old_per_token_logps" in part)
     rollout = send_to_device(vars(trainer.rollouts[0]), trainer.accelerator.device)
     early, _ = trainer._policy_logps(rollout, batch_size=4)
-    width, mask = part["completion_ids"].size(1), part["completion_mask"].bool()
-    ratio = token_sum(part["old_per_token_logps"] - early.cpu()[part["row"], :width], mask)
-    assert (ratio.abs().max() > 1e-3) == planned
+    width = part["completion_ids"].size(1)
+    early_of_part = early.cpu()[part["row"], :width]
+    difference = part["old_per_token_logps"] - early_of_part
+    log_ratio = token_sum(difference, part["completion_mask"].bool())
+    assert (log_ratio.abs().max() > 1e-3) == planned
 
 
 def test_passes_over_a_rollout_stay_within_the_token_budget(tiny_model, tmp_path):
     """Also TRL's own: for the reference model, and for vLLM's importance sampling ratio."""
-    passed = []
+    shapes = []
 
-    class Watched(RecordingOPO):
-        def _watch(self, model):
-            model.register_forward_pre_hook(
-                lambda module, args, kwargs: passed.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-            )
-            return model
+    def note_shape(module, args, kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
 
     trainer = make_trainer(
         tiny_model,
         tmp_path,
         script=Script(min_length=3, max_length=60),
-        trainer_class=Watched,
+        trainer_class=RecordingOPO,
         max_completion_length=64,
         max_tokens_per_micro_batch=120,
         steps_per_generation=4,
@@ -92,9 +94,9 @@ def test_passes_over_a_rollout_stay_within_the_token_budget(tiny_model, tmp_path
         beta=0.1,
     )
     for model in (trainer.model, trainer.ref_model):
-        trainer._watch(model)
+        model.register_forward_pre_hook(note_shape, with_kwargs=True)
     trainer.train()
-    assert len(passed) > 8
-    assert all(rows == 1 or rows * columns <= 120 for rows, columns in passed)
-    longest = max(columns for _, columns in passed)
+    assert len(shapes) > 8
+    assert all(rows == 1 or rows * columns <= 120 for rows, columns in shapes)
+    longest = max(columns for _, columns in shapes)
     assert 4 * longest > 120, "a pass as wide as the rollout would break the budget"

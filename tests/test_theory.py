@@ -22,9 +22,12 @@ def chi2(policy, before, push):
 def truncated(policy, before, push):
     """The two functions of t = π/π_k whose derivatives are min(t, 2)/t times those of t and (t − 1)²/2."""
     ratio = policy / before
-    bounded, beyond = ratio.clamp(max=MAX_WEIGHT), (ratio / MAX_WEIGHT).log().clamp(min=0)
+    bounded = ratio.clamp(max=MAX_WEIGHT)
+    excess = (ratio / MAX_WEIGHT).log()
+    beyond = excess.clamp(min=0)
     reward = bounded + MAX_WEIGHT * beyond
-    penalty = (bounded - 1).square() / 2 + MAX_WEIGHT * (MAX_WEIGHT - 1) * beyond
+    slope = MAX_WEIGHT * (MAX_WEIGHT - 1)
+    penalty = (bounded - 1).square() / 2 + slope * beyond
     return before @ (reward * push - MU * penalty)
 
 
@@ -48,18 +51,27 @@ def table(target, mu, policy, before, reused=True):
 def test_gradient_is_that_of_the_objective(case):
     kind, fields, reused, objective = CASES[case]
     random = torch.Generator().manual_seed(3)
-    before = torch.randn(6, generator=random, dtype=torch.float64).softmax(0)
-    moved = (3.0 if objective is truncated else 0.4) * torch.randn(6, generator=random, dtype=torch.float64)
-    logits = (before.log() + moved).requires_grad_()
-    push = torch.randn(6, generator=random, dtype=torch.float64)
+
+    def normal():
+        return torch.randn(6, generator=random, dtype=torch.float64)
+
+    before = normal().softmax(0)
+    size_of_change = 3.0 if objective is truncated else 0.4
+    logits = before.log() + size_of_change * normal()
+    logits.requires_grad_()
+    push = normal()
     policy = logits.softmax(0)
     largest = (policy / before).max()
-    assert largest > 1.5 * MAX_WEIGHT if objective is truncated else 1.2 < largest < MAX_WEIGHT
-    objective_of = kind(ObjectiveConfig(mu=MU, log_ratio_clamp=20.0, **fields))
-    loss = objective_of.loss(table(push / MU, MU, policy, before, reused))
-    (found,) = torch.autograd.grad(-before @ (loss.work + loss.dissipation), logits, retain_graph=True)
+    if objective is truncated:
+        assert largest > 1.5 * MAX_WEIGHT
+    else:
+        assert 1.2 < largest < MAX_WEIGHT
+    config = ObjectiveConfig(mu=MU, log_ratio_clamp=20.0, **fields)
+    loss = kind(config).loss(table(push / MU, MU, policy, before, reused))
+    expected_loss = before @ (loss.work + loss.dissipation)
+    (gradient,) = torch.autograd.grad(-expected_loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad(objective(policy, before, push), logits)
-    assert torch.allclose(found, expected, atol=1e-12)
+    assert torch.allclose(gradient, expected, atol=1e-12)
     assert expected.norm() > 0.05
 
 

@@ -113,49 +113,62 @@ def memory_plan(run: Run) -> dict[str, dict[str, float]]:
     are `"generation"`, `"optimizer step"`, and two of a backward pass while the gradients of earlier micro-batches are
     held, `"LM head"` and `"layers"`.
     """
-    shape, c, split = run.shape, run.compute, run.sharding in ("zero3", "fsdp2")
+    shape, c = run.shape, run.compute
+    weights_are_sharded = run.sharding in ("zero3", "fsdp2")
     held, update, step = _states(run)
-    held["weights"] = run.total / run.processes if split else run.total
+    held["weights"] = run.total / run.processes if weights_are_sharded else run.total
     held["reference model"] = held["weights"] if run.reference else 0.0
-    awake, asleep = {"vLLM": run.vllm}, {"vLLM": run.vllm * (_ASLEEP if run.vllm_sleeps else 1)}
+    awake = {"vLLM": run.vllm}
+    asleep = {"vLLM": run.vllm * _ASLEEP} if run.vllm_sleeps else awake
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:
         if run.sharding == "zero3":
             update["gathered weights"] = min(1, run.live / run.parameters) * run.total
         elif run.sharding == "fsdp2":
-            update["gathered weights"] = c * ((2 - shape.tied) * shape.embedding + 3 * shape.layer_weights)
-        plan |= {moment: held | update | asleep | parts for moment, parts in _activations(run, shape).items()}
-        cached = 2 * shape.layers * shape.key * run.weights
-        plan["generation"]["KV cache"] = cached * run.generated_rows * (run.prompt + run.completion)
+            embeddings = (2 - shape.tied) * shape.embedding
+            update["gathered weights"] = c * (embeddings + 3 * shape.layer_weights)
+        for moment, parts in _activations(run, shape).items():
+            plan[moment] = held | update | asleep | parts
+        bytes_per_token = 2 * shape.layers * shape.key * run.weights
+        plan["generation"]["KV cache"] = bytes_per_token * run.generated_rows * run.length
     if run.sharding == "zero3" and run.generated_rows:
         plan["generation"]["gathered weights"] = run.total  # `ds3_gather_for_generation`
-    return {moment: {name: size for name, size in parts.items() if size} for moment, parts in plan.items()}
+    return {moment: _without_zeros(parts) for moment, parts in plan.items()}
+
+
+def _without_zeros(components: dict[str, float]) -> dict[str, float]:
+    return {name: size for name, size in components.items() if size}
 
 
 def _states(run: Run) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """The table above without the weights: held always, during an update, and during its optimizer step."""
-    trained, b, part = run.trained, run.trained_width, run.trained / run.processes
-    zero = run.sharding.startswith("zero")
-    moments = (8 if zero else 2 * b) if run.moments is None else run.moments
+    trained, b = run.trained, run.trained_width
+    part = trained / run.processes
+    moments = run.moments
+    if moments is None:
+        moments = 8 if run.sharding.startswith("zero") else 2 * b
     if run.sharding in ("none", "ddp"):
         gradients = {"gradients": trained * b}
-        return {"optimizer": trained * moments, "buckets": trained * b * (run.sharding == "ddp")}, gradients, gradients
+        bucket_bytes = trained * b if run.sharding == "ddp" else 0
+        return {"optimizer": trained * moments, "buckets": bucket_bytes}, gradients, gradients
     if run.sharding == "fsdp2":
         gradients = {"gradients": max(run.compute * trained, b * part)}
         return {"optimizer": part * moments}, gradients, {"gradients": b * part}
     always = {"optimizer": part * (4 + moments)}
     buckets = (run.bucket + min(run.bucket, trained)) * b
-    flat = {"float32 gradients": (4 + (b if b < 4 else 0)) * part}
+    flat_width = 4 + b if b < 4 else 4  # A copy in the gradients' dtype, and one in float32 if that is another.
+    flat = {"float32 gradients": flat_width * part}
     if run.sharding == "zero3":
         return always | {"gradients": b * part, "buckets": run.bucket * b}, {"buckets": buckets}, flat
-    during = {"gradients": b * (trained if run.sharding == "zero1" else 2 * part), "buckets": buckets}
+    held_gradients = trained if run.sharding == "zero1" else 2 * part
+    during = {"gradients": b * held_gradients, "buckets": buckets}
     return always, during, {"gradients": b * part} | flat
 
 
 def _activations(run: Run, d: Decoder) -> dict[str, dict[str, float]]:
     """What an update adds to the states, at the LM head and in the layers."""
     tokens, w = run.rows * run.length, run.weights
-    kept, in_use = _layer(run, d)
+    stored, in_use = _layer(run, d)
     forward, backward, pending = _head(run, d)
     # Casts of float32 weights under autocast live as long as the forward pass, or as the activations that it keeps.
     casts = run.compute * d.layer_weights if run.copies and run.full else 0
@@ -163,12 +176,13 @@ def _activations(run: Run, d: Decoder) -> dict[str, dict[str, float]]:
     if run.checkpointing:
         checkpoint = w * d.hidden
         # The checkpoint is the layer's input, which the norm of a float32 model uses without a copy.
-        layer = tokens * (kept + in_use - (checkpoint if w == 4 else 0)) + casts
+        counted_twice = checkpoint if w == 4 else 0
+        layer = tokens * (stored + in_use - counted_twice) + casts
         activations = tokens * d.layers * checkpoint + mask
         forward += d.layers * casts
     else:
         layer = tokens * in_use
-        activations = d.layers * (tokens * kept + casts) + mask
+        activations = d.layers * (tokens * stored + casts) + mask
     return {
         "LM head": {"activations": activations, "LM head": max(forward, backward)},
         # The gradient of a tied embedding is made next to the LM head's, when no activation is left.
@@ -183,10 +197,14 @@ def _layer(run: Run, d: Decoder) -> tuple[float, float]:
     norms = 8 * d.hidden
     normalized = 2 * w * d.hidden if full else 0
     outputs = (5 if run.copies else 2) * c * d.hidden
-    heads = (4 + (c if full else 0)) * (d.query + d.key) if d.normalized_heads else 0
+    heads = 0
+    if d.normalized_heads:
+        heads = (4 + c if full else 4) * (d.query + d.key)
     # With a mask, keys and values are repeated for every head; only flash attention reads them as groups.
-    attention = 2 * c * (d.query + (d.key if d.attention.startswith("flash") else d.query))
-    attention += c * d.query if run.copies and not full else 0
+    keys = d.key if d.attention.startswith("flash") else d.query
+    attention = 2 * c * (d.query + keys)
+    if run.copies and not full:
+        attention += c * d.query
     mask = c * length if d.attention == "sdpa" else 0  # as numbers
     mlp = 4 * c * d.intermediate
     # In the MLP's backward pass: gradients of both factors, and of the residual stream.
@@ -201,15 +219,21 @@ def _head(run: Run, d: Decoder) -> tuple[float, float, float]:
     Bytes of the final norm and TRL's fused LM head in the forward pass and at the peak of the backward pass, and of
     the gradient that a tied head holds until the embedding adds its own.
     """
-    w, c, full, tokens = run.weights, run.compute, run.full, run.rows * run.length
+    w, c = run.weights, run.compute
+    full = run.full
+    tokens = run.rows * run.length
     scored = run.rows * (run.completion if run.fused_kernels else max(run.length - 1, 0))
-    norm = (4 + (w if full else 0)) * d.hidden * tokens + w * d.hidden * scored
-    chunk, width = min(scored, _TILE[0]), min(d.vocabulary, _TILE[1])
-    tile = c * chunk * _TILE[1]
+    norm_width = 4 + w if full else 4
+    norm = norm_width * d.hidden * tokens + w * d.hidden * scored
+    tile_tokens, tile_words = _TILE
+    chunk = min(scored, tile_tokens)
+    width = min(d.vocabulary, tile_words)
+    tile = c * chunk * tile_words
     weight_tile = c * width * d.hidden if c < w else 0
     weight = d.embedding if full else 0
-    gradients = 4 * (d.hidden * scored + weight)  # summed in float32, then cast
-    cast = w * (d.hidden * scored + weight) if w < 4 else 0
+    inputs_and_weight = d.hidden * scored + weight
+    gradients = 4 * inputs_and_weight  # summed in float32, then cast
+    cast = w * inputs_and_weight if w < 4 else 0
     # Without Triton, torch ops on the tile leave seven float32 copies and a mask.
     unfused = 0 if run.fused_kernels else 29 * chunk * width
     pending = w * weight if d.tied else 0

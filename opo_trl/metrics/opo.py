@@ -15,14 +15,21 @@ def rollout_metrics(targets: Targets, groups: Groups) -> dict[str, Tensor]:
     target is made of escort weights, also `mu`, `escort/ess` (mean over groups of (Σω)² / Σω², between 1 and G) and
     `temperature`. NaN if no sample is valid. `ValueError` if N is not a multiple of G.
     """
-    omega, valid = targets.omega, groups.valid
-    alive = grouped(valid, groups.num_generations).any(dim=1)
-    metrics = {"frac_zero_drive": (targets.drive == 0)[valid].to(targets.drive.dtype).mean()}
-    if omega is None or targets.temperature is None:
+    has_valid = grouped(groups.valid, groups.num_generations).any(dim=1)
+    drive = targets.drive[groups.valid]
+    metrics = {"frac_zero_drive": (drive == 0).to(drive.dtype).mean()}
+    if targets.omega is None or targets.temperature is None:
         return metrics
-    weights = grouped(torch.where(valid, omega, 0.0), groups.num_generations)
-    ess = weights.sum(dim=1).square() / weights.square().sum(dim=1).clamp(min=torch.finfo(weights.dtype).tiny)
-    return metrics | {"mu": targets.mu, "escort/ess": ess[alive].mean(), "temperature": targets.temperature}
+    weights = torch.where(groups.valid, targets.omega, 0.0)
+    ess = _effective_sizes(grouped(weights, groups.num_generations))
+    return metrics | {"mu": targets.mu, "escort/ess": ess[has_valid].mean(), "temperature": targets.temperature}
+
+
+def _effective_sizes(weights: Tensor) -> Tensor:
+    """Effective sample size (Σω)² / Σω² of each row of weights; 0 for a row of zeros."""
+    smallest = torch.finfo(weights.dtype).tiny
+    sums_of_squares = weights.square().sum(dim=1)
+    return weights.sum(dim=1).square() / sums_of_squares.clamp(min=smallest)
 
 
 @torch.no_grad()
@@ -34,16 +41,18 @@ def step_metrics(log_ratio: Tensor, weights: Tensor, clamped: Tensor) -> dict[st
     samples the log-ratio was clamped, bool `[B]`. Returns scalars: with v = exp(Delta) − 1, `chi2` is the mean of v²,
     and `conservation_residual` that of v; 0 if no sample takes part.
     """
-    keep = weights != 0
-    count = keep.sum().clamp(min=1)
-    delta = torch.where(keep, log_ratio, 0.0)
+    takes_part = weights != 0
+    count = takes_part.sum().clamp(min=1)
+    delta = torch.where(takes_part, log_ratio, 0.0)
     v = torch.expm1(delta)
+    n_clamped = (clamped & takes_part).sum()
+    share_taking_part = takes_part.to(v.dtype).mean()
     return {
         "chi2": v.square().sum() / count,
         "conservation_residual": v.sum() / count,
         "log_ratio/absmax": delta.abs().max(),
-        "frac_clamped": (clamped & keep).sum() / count,
-        "frac_masked": 1 - keep.to(v.dtype).mean(),
+        "frac_clamped": n_clamped / count,
+        "frac_masked": 1 - share_taking_part,
     }
 
 
@@ -59,10 +68,17 @@ def target_fit(
     further from the target than the behaviour policy is; NaN without a target.
     """
     u = coordinate(log_ratio, ratio_form)
-    weights = torch.where(target == 0, 0.0, torch.ones_like(u) if weights is None else weights)
-    keep = weights != 0
-    missing = torch.where(keep, weights * (u - target).square(), 0.0).sum()
-    return 1 - missing / torch.where(keep, weights * target.square(), 0.0).sum()
+    if weights is None:
+        weights = torch.ones_like(u)
+    weights = torch.where(target == 0, 0.0, weights)
+    missing = _weighted_sum((u - target).square(), weights)
+    asked_for = _weighted_sum(target.square(), weights)
+    return 1 - missing / asked_for
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Σ w·x over the samples whose weight is not 0: the values of others may not be finite."""
+    return torch.where(weights != 0, weights * values, 0.0).sum()
 
 
 @torch.no_grad()
@@ -75,7 +91,9 @@ def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
     1 while the policy is the behaviour policy; NaN if no sample takes part.
     """
     ratio = log_ratio[keep].softmax(dim=0)  # its scale cancels
-    return 1 / (len(ratio) * ratio.square().sum()) if len(ratio) else ratio.new_tensor(math.nan)
+    if len(ratio) == 0:
+        return ratio.new_tensor(math.nan)
+    return 1 / (len(ratio) * ratio.square().sum())
 
 
 def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:

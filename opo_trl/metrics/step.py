@@ -42,11 +42,15 @@ class SampleReport:
     @classmethod
     def of(cls, samples: Samples, loss: Loss, **more: Tensor) -> "SampleReport":
         """The samples of a micro-batch, with further fields; those that are not given are 0."""
-        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(loss.work))
-        moved = samples.moved.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
-        own = {"target": samples.target, "mu": samples.mu, "age": samples.age, "sequence_log_ratio": moved}
-        known = {name: value for name, value in vars(loss).items() if value is not None}
-        return cls(**{**zeros, **known, **own, "computed": zeros["computed"] + 1, **more})
+        of_loss = {name: value for name, value in vars(loss).items() if value is not None}
+        of_samples = {
+            "target": samples.target,
+            "mu": samples.mu,
+            "age": samples.age,
+            "sequence_log_ratio": samples.moved.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP),
+            "computed": torch.ones_like(loss.work),
+        }
+        return cls(**{**cls._zeros_like(loss.work), **of_loss, **of_samples, **more})
 
     @classmethod
     def of_skipped(cls, counts: Tensor, mu: Tensor, *, on_policy: bool) -> "SampleReport":
@@ -54,17 +58,27 @@ class SampleReport:
         Samples left out of the step, by whether they count, `[B]`, and their χ² coefficient, a scalar. On-policy their
         log-ratio is 0, and otherwise not known: NaN.
         """
-        zeros = dict.fromkeys((field.name for field in dataclasses.fields(cls)), torch.zeros_like(counts))
         log_ratio = torch.full_like(counts, 0.0 if on_policy else math.nan, dtype=torch.float32)
-        return cls(**{**zeros, "weights": counts, "mu": mu.expand(len(counts)), "log_ratio": log_ratio})
+        known = {"weights": counts, "mu": mu.expand(len(counts)), "log_ratio": log_ratio}
+        return cls(**{**cls._zeros_like(counts), **known})
+
+    @classmethod
+    def _zeros_like(cls, values: Tensor) -> dict[str, Tensor]:
+        """A tensor of zeros for each field, as long as these values."""
+        zeros = torch.zeros_like(values)
+        return {field.name: zeros for field in dataclasses.fields(cls)}
 
     def with_fillers(self, fillers: Tensor, left_out: "SampleReport") -> "SampleReport":
         """
         The same report, but `fillers`, bool `[B]`, are reported as if they had been `left_out`: how many are computed
         depends on the number of processes and micro-batches. Only the entropy is theirs.
         """
-        values = {name: torch.where(fillers, getattr(left_out, name), own) for name, own in vars(self).items()}
-        return SampleReport(**{**values, "tokens": self.tokens, "entropy": self.entropy})
+        values = {}
+        for name, computed in vars(self).items():
+            values[name] = torch.where(fillers, getattr(left_out, name), computed)
+        values["tokens"] = self.tokens
+        values["entropy"] = self.entropy
+        return SampleReport(**values)
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
@@ -72,8 +86,9 @@ class SampleReport:
         All samples of the step, over all processes, by one collective call and one copy to the host; each process has
         the same number.
         """
-        table = torch.cat([torch.stack([*vars(report).values()], dim=1) for report in reports])
-        return cls(*accelerator.gather(table).cpu().T)
+        tables = [torch.stack(list(vars(report).values()), dim=1) for report in reports]
+        table = accelerator.gather(torch.cat(tables))
+        return cls(*table.cpu().T)
 
 
 @torch.no_grad()
@@ -83,10 +98,13 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
 
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
-    weights = torch.where(samples.log_ratio.isnan() & ~samples.computed.bool(), 0.0, samples.weights)
+    is_computed = samples.computed.bool()
+    is_unknown = samples.log_ratio.isnan() & ~is_computed
+    weights = torch.where(is_unknown, 0.0, samples.weights)
     step = step_metrics(samples.log_ratio, weights, samples.clamped.bool())
     step["frac_masked"] = (samples.weights == 0).float().mean()
-    step |= {name: getattr(samples, name).contiguous().mean() for name in ("work", "dissipation")}
+    step["work"] = samples.work.contiguous().mean()
+    step["dissipation"] = samples.dissipation.contiguous().mean()
     if objective.is_regression:
         form = objective.ratio_form
         step["target_fit"] = target_fit(samples.log_ratio, samples.target, ratio_form=form, weights=weights)
@@ -97,15 +115,24 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     # NaN if no token counts, which TRL logs as None: an entropy of 0 would look like a collapsed policy.
     tokens = samples.tokens.sum()
     metrics["entropy"] = samples.entropy.sum() / tokens
-    computed = samples.computed.bool() & (samples.tokens > 0)
-    if objective.clips and computed.any():
-        share = (samples.tokens if objective.clips == "token" else samples.computed)[computed]
-        low, high = samples.clipped_low[computed], samples.clipped_high[computed]
-        means = {"low": low, "high": high, "region": low + high}
-        metrics |= {f"clip_ratio/{name}_mean": (x * share).sum() / share.sum() for name, x in means.items()}
-        metrics |= {"clip_ratio/low_min": low.min(), "clip_ratio/high_max": high.max()}
+    has_ratios = is_computed & (samples.tokens > 0)
+    if objective.clips and has_ratios.any():
+        shares = samples.tokens if objective.clips == "token" else samples.computed
+        metrics |= _clip_ratios(samples.clipped_low[has_ratios], samples.clipped_high[has_ratios], shares[has_ratios])
     if kl:
         metrics["kl"] = samples.kl.sum() / tokens
     if bonus:
         metrics["policy_loss"] = samples.policy_loss.mean()
     return {name: value.item() for name, value in metrics.items()}
+
+
+def _clip_ratios(low: Tensor, high: Tensor, shares: Tensor) -> dict[str, Tensor]:
+    """TRL's metrics of the clipped ratios below and above, of samples that count by their shares, `[B]` each."""
+    total = shares.sum()
+    return {
+        "clip_ratio/low_mean": (low * shares).sum() / total,
+        "clip_ratio/high_mean": (high * shares).sum() / total,
+        "clip_ratio/region_mean": ((low + high) * shares).sum() / total,
+        "clip_ratio/low_min": low.min(),
+        "clip_ratio/high_max": high.max(),
+    }

@@ -53,13 +53,15 @@ class StepClock(TrainerCallback):
 
     def seconds_per_step(self) -> dict[str, float]:
         """Seconds per phase and optimizer step, since the last call."""
-        seconds, steps = dict.fromkeys(PHASES, 0.0), max(self._steps, 1)
+        seconds = dict.fromkeys(PHASES, 0.0)
+        n_steps = max(self._steps, 1)
         if self._on_gpu and self._laps:
             self._laps[-1][2].synchronize()
         for phase, start, end in self._laps:
             seconds[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
-        self._laps, self._steps = [], 0
-        return {name: value / steps for name, value in seconds.items()}
+        self._laps = []
+        self._steps = 0
+        return {name: value / n_steps for name, value in seconds.items()}
 
     def _enter(self, name: str | None) -> None:
         now: Any = time.perf_counter()
@@ -68,4 +70,5 @@ class StepClock(TrainerCallback):
             now.record()
         if self._phase is not None:
             self._laps.append((self._phase, self._since, now))
-        self._phase, self._since = name, now
+        self._phase = name
+        self._since = now

@@ -5,7 +5,6 @@
 provided that the loss is a sum over completions, divided by their number in the optimizer step.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -50,13 +49,6 @@ class Planner:
             return ([take(batch, part) for part in parts] for batch in steps)
         info = SampleInfo.gather(steps, at_rest, self.accelerator)
         return (self._cut_step(batch, info[:, number]) for number, batch in enumerate(steps))
-
-    def most_rows(self, tokens: int) -> int:
-        """Completions of the micro-batch with the most tokens, if each has at most so many with its prompt."""
-        most, budget = self.args.per_device_train_batch_size, self.args.max_tokens_per_micro_batch
-        if budget is None:
-            return most
-        return min(most, math.ceil(budget / max(tokens, 1)))
 
     def score(
         self,

@@ -53,7 +53,9 @@ def test_prompts_are_counted_as_the_model_gets_them(tiny_model, tmp_path):
     tokenizer.chat_template = qwen3_chat_template
     trainer = make(tiny_model, tmp_path, prompts, tokenizer, tools=[guess])
     how = {"tools": [guess], "add_generation_prompt": True, "return_dict": True}
-    assert plan._row_tokens(trainer)[0] == max(map(len, tokenizer.apply_chat_template(prompts, **how)["input_ids"]))
+    ids = tokenizer.apply_chat_template(prompts, **how)["input_ids"]
+    longest_prompt, _ = plan._longest_tokens(trainer)
+    assert longest_prompt == max(map(len, ids))
 
 
 def test_recorded_rollouts_are_counted_as_they_are(tiny_model, tmp_path):
@@ -70,7 +72,7 @@ def test_recorded_rollouts_are_counted_as_they_are(tiny_model, tmp_path):
         steps_per_generation=2,
         trainer_arguments=dict.fromkeys(("train_dataset", "reward_funcs", "rollout_func")),
     )
-    assert plan._row_tokens(trainer) == (4, 31)  # with the token that ends a turn
+    assert plan._longest_tokens(trainer) == (4, 31)  # with the token that ends a turn
     assert "× (4 + 31) tokens" in trainer.plan
     assert "400" not in trainer.plan
     assert "rows.jsonl, with rewards\n" in trainer.plan

@@ -44,10 +44,13 @@ def scripted(*, validated: tuple[float, float] | None = (0.2, 0.8), rewards=(0.4
     metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changed.items()}
     log = []
     for step in range(1, 41):
-        share, reused = (step - 1) / 39, (step - 1) % 2
+        share = (step - 1) / 39
+        reused = (step - 1) % 2
         row = {name: value(share, reused) for name, value in metrics.items() if value is not None}
+        first_reward, last_reward = rewards
+        rise = (last_reward - first_reward) * share
         wobble = 0.03 * (step % 4 - 1)
-        log.append({"step": step, **row, "reward": rewards[0] + (rewards[1] - rewards[0]) * share + wobble})
+        log.append({"step": step, **row, "reward": first_reward + rise + wobble})
     if validated:
         for step, accuracy in zip((0, 40), validated, strict=True):
             interval = {"validation/low": accuracy - 0.1, "validation/high": accuracy + 0.1}
@@ -70,17 +73,25 @@ def write_run(folder: Path, log: list[dict], settings: dict = SETTINGS, summary:
 # Verdicts
 
 
-def said(log: list[dict], **settings) -> dict[str, str]:
+def sentences_of(log: list[dict], **settings) -> dict[str, str]:
     """Sentences by metric; that of off-policy steps has its own key."""
+    sentences = {}
+    for verdict in judge(log, SETTINGS | settings):
+        is_off_policy = "norm of off-policy" in verdict.sentence
+        sentences[f"{verdict.metric} off-policy" if is_off_policy else verdict.metric] = verdict.sentence
+    return sentences
+
+
+def poor_metrics(log: list[dict], **settings) -> list[str]:
     verdicts = judge(log, SETTINGS | settings)
-    return {v.metric + (" off-policy" if "norm of off-policy" in v.sentence else ""): v.sentence for v in verdicts}
+    return [verdict.metric for verdict in verdicts if verdict.healthy is False]
 
 
 def test_healthy_run_is_called_healthy_in_every_respect():
     assert {verdict.healthy for verdict in judge(scripted(), SETTINGS)} == {True}
-    found = said(scripted())
-    assert len(found) == 17
-    assert found["reward"] == "Reward went from 0.426 to 0.887 (linear trend +0.5 ± 0.037)."
+    sentences = sentences_of(scripted())
+    assert len(sentences) == 17
+    assert sentences["reward"] == "Reward went from 0.426 to 0.887 (linear trend +0.5 ± 0.037)."
 
 
 def at_end(before: float, after: float):
@@ -129,36 +140,36 @@ def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
 
 
 def test_without_any_gradient_off_policy_steps_have_no_verdict():
-    assert "grad_norm off-policy" in said(scripted())
-    assert "grad_norm off-policy" not in said(scripted(grad_norm=at_end(0, 0)))
+    assert "grad_norm off-policy" in sentences_of(scripted())
+    assert "grad_norm off-policy" not in sentences_of(scripted(grad_norm=at_end(0, 0)))
 
 
 def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
     log = scripted(opo__frac_zero_drive=at_end(0.4, 0.81), opo__chi2=lambda share, reused: 90 * reused)
-    poor = {n: [v.metric for v in judge(log, SETTINGS | {"max_staleness": n}) if v.healthy is False] for n in (0, 8)}
-    assert poor == {0: ["opo/chi2"], 8: []}
+    assert poor_metrics(log, max_staleness=0) == ["opo/chi2"]
+    assert poor_metrics(log, max_staleness=8) == []
 
 
 def test_run_without_reward_is_not_called_healthy():
     log = [{**row, "reward": 0.0} for row in scripted(validated=None)]
-    assert [verdict.metric for verdict in judge(log, SETTINGS) if verdict.healthy is False] == ["reward"]
+    assert poor_metrics(log) == ["reward"]
 
 
 def test_bounds_depend_on_settings():
-    assert "was 0.05: the policy drifts off" in said(scripted(), chi2_radius=0.01)["opo/chi2"]
+    assert "was 0.05: the policy drifts off" in sentences_of(scripted(), chi2_radius=0.01)["opo/chi2"]
     log = scripted(opo__escort__ess=at_end(1.8, 1.8))
-    assert said(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8."
-    assert "nearly all the weight" in said(log)["opo/escort/ess"]
+    assert sentences_of(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8."
+    assert "nearly all the weight" in sentences_of(log)["opo/escort/ess"]
     cases = [({}, 0.2, 0.01), ({"objective": "gspo"}, 0.2, 0.5), ({"reward_funcs": ["first_line_reward"]}, 1.0, 0.01)]
     for settings, truncated, clipped in cases:
-        high = {each.name: each.high for each in diagnostics(settings)}
+        high = {diagnostic.name: diagnostic.high for diagnostic in diagnostics(settings)}
         assert (high["truncated"], high["clipped"]) == (truncated, clipped)
 
 
 def test_non_finite_values_and_short_logs_give_no_verdict():
     log = scripted(opo__escort__ess=lambda share, reused: float("nan"))
-    assert "opo/escort/ess" not in said(log)
-    short = said(log[:5])
+    assert "opo/escort/ess" not in sentences_of(log)
+    short = sentences_of(log[:5])
     assert short["reward"] == "Too little in this log for a verdict on `reward`."
     assert "validation/accuracy" not in short
     assert judge([], SETTINGS) == []
@@ -168,7 +179,8 @@ def test_trend_is_that_of_least_squares():
     values = [0.1, 0.4, 0.2, 0.5, 0.3, 0.9, 0.4]
     (slope, _), covariance = np.polyfit(range(7), values, 1, cov=True)
     # The 97.5 % quantile of Student's t with five degrees of freedom is 2.5706.
-    assert trend(values) == pytest.approx((6 * slope, 6 * covariance[0, 0] ** 0.5 * 2.570582), rel=1e-6)
+    standard_error = covariance[0, 0] ** 0.5
+    assert trend(values) == pytest.approx((6 * slope, 6 * standard_error * 2.570582), rel=1e-6)
     assert trend([0.5] * 6) == (0, 0)
 
 
@@ -205,7 +217,10 @@ def test_report_is_self_contained(broken_run):
     curves = re.findall('<polyline points="(.*?)"', html)
     assert len(curves) == 17
     for points in curves:
-        assert all(0 <= float(x) <= 100 and 0 <= float(y) <= 24 for x, y in (p.split(",") for p in points.split()))
+        for point in points.split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 100
+            assert 0 <= y <= 24
     assert not re.search(r"https?:|//|file:|@import|url\(|<(script|link|iframe|img)", html)
     assert str(broken_run.parent) not in html
 

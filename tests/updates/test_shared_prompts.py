@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl.batch import model_inputs
-from opo_trl.forecast.plan import _row_tokens
+from opo_trl.forecast.plan import _longest_tokens, most_rows
 from opo_trl.updates.cutting import Limits, Prompts, best_cut
 from opo_trl.updates.shared_prompts import arrange, balance, hashes, model_for
 
@@ -162,8 +162,8 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     options = {"gradient_accumulation_steps": 2, "max_steps": 2, "trainer_arguments": DATA}
     script = Script(min_length=length, max_length=length)
     trainer = trained(tiny_model, tmp_path, script=script, max_tokens_per_micro_batch=budget, **options)
-    prompt, completion = _row_tokens(trainer)
-    rows = trainer.planner.most_rows(prompt + completion)
+    prompt, completion = _longest_tokens(trainer)
+    rows = most_rows(trainer.args, prompt + completion)
     largest = 0
     for micro_batch in micro_batches(trainer):
         ids, _, _ = model_inputs(micro_batch)
