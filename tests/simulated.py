@@ -11,10 +11,8 @@ from importlib.metadata import distribution
 from pathlib import Path
 from unittest.mock import patch
 
-import trl
 
-
-Edits = Mapping[str, Sequence[tuple[str, str]]]  # file in TRL → texts and what replaces them
+Edits = Mapping[str, Sequence[tuple[str, str]]]  # file in the library → texts and what replaces them
 
 _TRAINER = "trainer/grpo_trainer.py"
 _ENTRY = '            "num_items_in_batch": num_items_in_batch,\n        }\n'
@@ -36,22 +34,24 @@ _SHIFTED_MASK = "torch.nn.functional.pad(completion_mask[:, :-1], (1, 0))"
 SHIFTED: Edits = {_TRAINER: [(_MASK, _MASK.replace(" completion_mask", f" {_SHIFTED_MASK}"))]}
 
 
-def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER) -> Path:
-    """Make a simulated release; returns the folder that has to be first on PYTHONPATH."""
-    installed = Path(trl.__file__).parent
-    shutil.copytree(installed, folder / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER, library: str = "trl") -> Path:
+    """Make a simulated release of a library; returns the folder that has to be first on PYTHONPATH."""
+    installed = distribution(library)
+    shutil.copytree(
+        Path(str(installed.locate_file(library))), folder / library, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name, replacements in edits.items():
-        path = folder / "trl" / name
+        path = folder / library / name
         text = path.read_text(encoding="utf-8")
         for old, new in replacements:
-            assert text.count(old) == 1, f"{name} has {text.count(old)} times {old!r}"
+            assert old in text, f"{name} does not have {old!r}"
             text = text.replace(old, new)
         path.write_text(text, encoding="utf-8")
-    metadata = f"{distribution('trl').read_text('METADATA')}".replace(
-        f"Version: {trl.__version__}", f"Version: {number}"
-    )
-    (folder / f"trl-{number}.dist-info").mkdir()
-    (folder / f"trl-{number}.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    metadata = str(installed.read_text("METADATA"))
+    metadata = metadata.replace(f"Version: {installed.version}", f"Version: {number}", 1)
+    information = folder / f"{library}-{number}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(metadata, encoding="utf-8")
     return folder
 
 
