@@ -149,10 +149,7 @@ class OPOTrainer(GRPOTrainer):
         args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
         check_processes(args.world_size)
         if args.rollouts is not None or args.save_rollouts:
-            from .reuse.recorded import Recorded  # only such runs need it
-
-            writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
-            self._recorded = Recorded(args, train_dataset, writers)
+            self._recorded = self._recorder(args, train_dataset, options)
             train_dataset = self._recorded.dataset
             reward_funcs = reward_funcs or self._recorded.reward_func
         if isinstance(model, str):
@@ -179,6 +176,13 @@ class OPOTrainer(GRPOTrainer):
         self.add_callback(self._clock)
         if args.use_vllm:
             self._wrap_vllm(options)
+
+    def _recorder(self, args: OPOConfig, train_dataset: Any, options: Mapping[str, Any]) -> Any:
+        """What replays `rollouts`, or records those of this run, of the dataset that it was given."""
+        from .reuse.recorded import Recorded  # only such runs need it
+
+        writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
+        return Recorded(args, train_dataset, writers)
 
     def _know_ends_of_completions(self) -> None:
         """Let TRL, which tells by the model's own tokens where completions end, know those of `generation_kwargs`."""
@@ -235,11 +239,11 @@ class OPOTrainer(GRPOTrainer):
         engine.vllm_client.generate = prefetch.generate
         sync_weights = engine.sync_weights
 
-        def sync_when_idle() -> None:
+        def sync_after_request() -> None:
             prefetch.wait()
             sync_weights()
 
-        engine.sync_weights = sync_when_idle
+        engine.sync_weights = sync_after_request
         self._prefetch = prefetch
 
     def _begin(self) -> None:
@@ -455,7 +459,9 @@ class OPOTrainer(GRPOTrainer):
         return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
+        """
+        One round of generation. `rewards_per_func`, `[B, number of reward functions]`, travels with the completions.
+        """
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs = self._recorded.one_by_one(inputs, self.accelerator.process_index)
@@ -469,7 +475,7 @@ class OPOTrainer(GRPOTrainer):
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards = scored.rewards
-        self._checks.check_rollout(inputs, rollout, rewards, scored.completion_ids)
+        self._checks.check_rollout(inputs, rollout, rewards, scored.completion_ids, self._tokenize_prompts)
         rollout = carried(rollout)
         n_local = len(rollout["advantages"])
         first = self.accelerator.process_index * n_local
@@ -713,7 +719,7 @@ class OPOTrainer(GRPOTrainer):
     # 3. Micro-batches
 
     def _next_micro_batches(self, generation_batch: list[dict[str, Any]]) -> Any:
-        """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
+        """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is made first."""
         args = self.args
         if self._window_start is None:
             self._window_start = self._step
@@ -776,7 +782,7 @@ class OPOTrainer(GRPOTrainer):
     def _micro_batches(self, steps: list[dict[str, Any]], until_update: int) -> Any:
         """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
         self._check_padding(*_whole(steps[0]))
-        self._checks.check_logps(steps[0], self._logps_of_trl, self._any_width)
+        self._checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
         n_calls = self.args.steps_per_generation // len(steps)  # of `training_step`, of each optimizer step
         on_policy = [(number + 1) * n_calls <= until_update for number in range(len(steps))]
         for rows, is_on_policy in zip(steps, on_policy, strict=True):
@@ -1007,8 +1013,7 @@ class OPOTrainer(GRPOTrainer):
         return checkpoint.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
-        if self._window_start is not None:
-            self._checks.check_step(self._step - self._window_start)
+        self._checks.check_step(None if self._window_start is None else self._step - self._window_start)
         self._first_step = None
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)

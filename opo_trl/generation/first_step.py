@@ -5,8 +5,10 @@ Each compares a quantity of TRL or Transformers with what rewards, tokens and co
 its own samples, and all of them raise the same error.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.functional import pad
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import is_async_callable
 
@@ -28,6 +31,8 @@ from ..updates import padding
 logger = get_logger(__name__)
 
 Tokens = list[int]
+Tokenizer = Callable[[list[Any]], tuple[list[Tokens], ...]]
+LogpFunction = Callable[..., tuple[Tensor, ...]]
 
 _LONGEST = 24  # tokens of a prompt and of a completion whose logits are computed
 
@@ -43,8 +48,10 @@ class FirstStep:
         self.is_of_trl = "_generate" not in overridden  # otherwise, a subclass may change what TRL returns
         self.is_of_model = not overridden & {"_generate", "_generate_single_turn", "_tokenize_prompts"}
         self.written: list[tuple[Tokens, Tokens]] = []  # prompt and completion, as the model itself writes them
-        self.returned: dict[int, tuple[Any, list[Any]]] = {}  # reward function → its completions, and their rewards
-        self.losses: list[list[float]] = []  # of each micro-batch: its gradient
+        self.returned: dict[
+            int, tuple[Any, list[Any]]
+        ] = {}  # index of a reward function → its inputs, and its rewards
+        self.loss_gradients: list[list[float]] = []  # of each micro-batch, one for each backward pass of its loss
         self._checked: set[str] = set()
 
     def _report(self, quantity: str, problems: Iterator[str]) -> None:
@@ -54,38 +61,43 @@ class FirstStep:
         if quantity in self._checked:
             return
         self._checked.add(quantity)
-        found = gather_object([*problems])
-        if found:
-            releases = " and ".join(f"{name} {release}" for name, release in untested().items()) or "this release"
-            fix = "Install tested releases (docs/compatibility.md)"
-            problem = one_line(found[0])
-            raise RuntimeError(f"With {releases}, OPO would train something else: {quantity}: {problem}. {fix}.")
+        all_problems = gather_object([*problems])
+        if not all_problems:
+            return
+        names = [f"{name} {release}" for name, release in untested().items()]
+        releases = " and ".join(names) or "this release"
+        raise RuntimeError(
+            f"With {releases}, OPO would train something else: {quantity}: {one_line(all_problems[0])}. "
+            "Install tested releases (docs/compatibility.md)."
+        )
 
     # What is noted
 
     @contextmanager
     def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
         """Note the prompts, and what the model writes if TRL generates with the model itself, in one turn."""
-        trainer, self.prompts = self.trainer, prompts
+        trainer = self.trainer
+        self.prompts = prompts
         self.is_of_model &= trainer.rollout_func is None
         policy = trainer.accelerator.unwrap_model(trainer.model)
         generate = policy.generate
 
-        def noted(*args: Any, **named: Any) -> Any:
+        def generate_and_note(*args: Any, **named: Any) -> Any:
             sequences = generate(*args, **named)
-            ids, mask = named.get("input_ids"), named.get("attention_mask")
+            ids = named.get("input_ids")
+            mask = named.get("attention_mask")
             if isinstance(sequences, Tensor) and ids is not None and mask is not None:
-                prompt_tokens = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
                 completions = sequences[:, ids.size(1) :].tolist()
-                self.written.extend(zip(prompt_tokens, completions, strict=True))
+                for prompt, mask_of_prompt, completion in zip(ids, mask.bool(), completions, strict=True):
+                    self.written.append((prompt[mask_of_prompt].tolist(), completion))
             return sequences
 
-        with temporarily(policy, generate=noted):
+        with temporarily(policy, generate=generate_and_note):
             yield
 
     def scoring(self) -> AbstractContextManager[None]:
         """Note what each reward function gets and returns."""
-        functions = [self._noting(index, each) for index, each in enumerate(self.trainer.reward_funcs)]
+        functions = [self._noting(index, function) for index, function in enumerate(self.trainer.reward_funcs)]
         return temporarily(self.trainer, reward_funcs=functions)
 
     def _noting(self, index: int, function: Any) -> Any:
@@ -110,27 +122,28 @@ class FirstStep:
 
     def note_backward(self, loss: Tensor) -> None:
         """Note with which gradient the backward pass of a loss begins."""
-        slopes: list[float] = []
-        self.losses.append(slopes)
-        loss.register_hook(lambda slope: slopes.append(slope.item()))
+        gradients: list[float] = []
+        self.loss_gradients.append(gradients)
+        loss.register_hook(lambda gradient: gradients.append(gradient.item()))
 
     # What is checked
 
     def check_rewards(self, rewards: Tensor, completion_ids: Sequence[Tokens]) -> None:
         """Those over all processes, `[N, number of functions]`, as TRL has put them together."""
-        n_own = len(completion_ids)
-        own = rewards[self.trainer.accelerator.process_index * n_own :][:n_own].tolist()
-        self._report("rewards", self._rewards(own, completion_ids))
+        n_completions = len(completion_ids)
+        first = self.trainer.accelerator.process_index * n_completions
+        rewards_here = rewards[first : first + n_completions].cpu()
+        self._report("rewards", self._reward_problems(rewards_here, completion_ids))
 
-    def _rewards(self, own: list[list[float]], completion_ids: Sequence[Tokens]) -> Iterator[str]:
+    def _reward_problems(self, rewards: Tensor, completion_ids: Sequence[Tokens]) -> Iterator[str]:
         for index, (inputs, values) in self.returned.items():
             name = self.trainer.reward_func_names[index]
             if inputs.get("completion_ids") != [*completion_ids]:
                 yield f"{name} did not get the completions' tokens in their order"
-            expected = [float("nan") if value is None else float(value) for value in values]
-            given = [row[index] for row in own]
-            if not torch.allclose(torch.tensor(given), torch.tensor(expected), rtol=1e-5, equal_nan=True):
-                yield f"{name} returned {expected[:8]} …, of which TRL made {given[:8]} …"
+            expected = [math.nan if value is None else float(value) for value in values]
+            of_trl = rewards[:, index].tolist()
+            if not torch.allclose(torch.tensor(of_trl), torch.tensor(expected), rtol=1e-5, equal_nan=True):
+                yield f"{name} returned {expected[:8]} …, of which TRL made {of_trl[:8]} …"
 
     def check_rollout(
         self,
@@ -138,31 +151,41 @@ class FirstStep:
         rollout: Mapping[str, Any],
         rewards: Tensor,
         completion_ids: list[Tokens],
+        tokenize: Tokenizer,
     ) -> None:
-        """A rollout of TRL, with the rewards over all processes, and the tokens of this process's completions."""
-        self._report("entries of a rollout", self._entries(rollout, len(completion_ids)))
-        if self.is_of_trl:
-            self._report("prompts", self._prompts(inputs))
-            self._report("tokens and masks", self._tokens(rollout, completion_ids))
-        self._report("advantages", self._advantages(rollout["advantages"], rewards))
+        """
+        A rollout of TRL, with the rewards over all processes, and the tokens of this process's completions.
 
-    def _entries(self, rollout: Mapping[str, Any], n_samples: int) -> Iterator[str]:
-        trainer = self.trainer
-        needed = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
-        needed |= {"ref_per_token_logps"} if trainer.beta else set()
-        needed |= {"tool_mask"} if self.is_of_trl and self.generated[2] is not None else set()
-        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
-            needed |= {"importance_sampling_ratio", "sampling_per_token_logps"}
-        for name in sorted(needed - rollout.keys()):
+        `tokenize` is TRL's method that makes tokens of prompts: a list of each prompt's, and more.
+        """
+        self._report("entries of a rollout", self._entry_problems(rollout, len(completion_ids)))
+        if self.is_of_trl:
+            self._report("prompts", self._prompt_problems(inputs, tokenize))
+            self._report("tokens and masks", self._token_problems(rollout, completion_ids))
+        self._report("advantages", self._advantage_problems(rollout["advantages"], rewards))
+
+    def _entry_problems(self, rollout: Mapping[str, Any], n_completions: int) -> Iterator[str]:
+        for name in sorted(self._needed_entries() - rollout.keys()):
             yield f"{name!r} is missing"
         for name in ROLLOUT_KEYS:
-            if name in rollout and name not in MULTIMODAL_KEYS and len(rollout[name]) != n_samples:
-                yield f"{name!r} has {len(rollout[name])} rows for {n_samples} completions"
+            if name in rollout and name not in MULTIMODAL_KEYS and len(rollout[name]) != n_completions:
+                yield f"{name!r} has {len(rollout[name])} rows for {n_completions} completions"
         for name in sorted(rollout.keys() - {*KNOWN_KEYS}):
             where = "travels with its samples" if name in carried(rollout) else "is left out"
             logger.warning(f"A rollout has an entry {name!r} that opo_trl does not read. It {where}.")
 
-    def _prompts(self, inputs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    def _needed_entries(self) -> set[str]:
+        trainer = self.trainer
+        needed = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
+        if trainer.beta:
+            needed.add("ref_per_token_logps")
+        if self.is_of_trl and self.generated[2] is not None:
+            needed.add("tool_mask")
+        if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+            needed.update(("importance_sampling_ratio", "sampling_per_token_logps"))
+        return needed
+
+    def _prompt_problems(self, inputs: Sequence[Mapping[str, Any]], tokenize: Tokenizer) -> Iterator[str]:
         trainer = self.trainer
         if trainer.environment_factories is not None or {"image", "images"} & inputs[0].keys():
             return  # they are changed before they are tokenized
@@ -170,133 +193,184 @@ class FirstStep:
         if prompts != [*self.prompts]:
             yield "they are not those of the dataset's rows, in their order"
         group = trainer.num_generations
-        firsts = [prompts[index - index % group] for index in range(len(prompts))]
-        if len(prompts) % group == 0 and prompts != firsts:  # otherwise, another process has a part of a group
+        has_whole_groups = len(prompts) % group == 0  # otherwise, another process has a part of a group
+        first_of_group = [prompts[index - index % group] for index in range(len(prompts))]
+        if has_whole_groups and prompts != first_of_group:
             yield f"the {group} completions of a group have several"
         if self.is_of_model:
             for index in (0, len(inputs) - 1):
-                if trainer._tokenize_prompts([self.prompts[index]])[0][0] != [*self.generated[0][index]]:
+                [tokens], *_ = tokenize([self.prompts[index]])
+                if tokens != [*self.generated[0][index]]:
                     yield f"the tokens of prompt {index} are those of another one"
 
-    def _tokens(self, rollout: Mapping[str, Any], completion_ids: list[Tokens]) -> Iterator[str]:
+    def _token_problems(self, rollout: Mapping[str, Any], completion_ids: list[Tokens]) -> Iterator[str]:
         trainer = self.trainer
-        prompt_ids, _, own_masks = self.generated[:3]
-        ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
+        prompt_ids, _, tool_masks = self.generated[:3]  # 0 in a mask: a tool has written the token
         for index, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-            columns = {name: rollout[name][index].tolist() for name in ROLLOUT_KEYS[:4]}
-            left = [0] * (len(columns["prompt_mask"]) - len(prompt))
-            if columns["prompt_mask"] != [*left, *[1] * len(prompt)]:
-                yield f"the mask of prompt {index}, of {len(prompt)} tokens, is {columns['prompt_mask']}"
-            if columns["prompt_ids"][len(left) :] != [*prompt]:
-                yield f"the tokens of prompt {index} are not those that were generated from"
-            right = [0] * (len(columns["completion_mask"]) - len(completion))
-            counts = int(not trainer.mask_truncated_completions or completion[-1] in ends)
-            if columns["completion_mask"] != [*[counts] * len(completion), *right]:
-                yield f"the mask of completion {index}, of {len(completion)} tokens, is {columns['completion_mask']}"
-            if columns["completion_ids"][: len(completion)] != [*completion]:
-                yield f"the tokens of completion {index} are not those that were generated"
-            if own_masks is not None:
-                tool_mask = rollout["tool_mask"][index].tolist()[: len(completion)]
-                if tool_mask != [counts * own for own in own_masks[index]]:
-                    yield f"the mask of tool output in completion {index} is {tool_mask}"
+            yield from _problems_of_prompt(rollout, index, prompt)
+            tool_mask = None if tool_masks is None else tool_masks[index]
+            yield from self._problems_of_completion(rollout, index, completion, tool_mask)
         if self.is_of_model and not trainer.tools and len(self.written) == len(completion_ids):
-            yield from self._written(prompt_ids, completion_ids)
+            yield from self._generation_problems(prompt_ids, completion_ids)
 
-    def _written(self, prompt_ids: list[Tokens], completion_ids: list[Tokens]) -> Iterator[str]:
+    def _problems_of_completion(
+        self, rollout: Mapping[str, Any], index: int, completion: Tokens, tool_mask: Sequence[int] | None
+    ) -> Iterator[str]:
+        trainer = self.trainer
+        length = len(completion)
+        ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
+        counts = int(not trainer.mask_truncated_completions or completion[-1] in ends)
+        mask = rollout["completion_mask"][index].tolist()
+        right_padding = [0] * (len(mask) - length)
+        if mask != [counts] * length + right_padding:
+            yield f"the mask of completion {index}, of {length} tokens, is {mask}"
+        tokens = rollout["completion_ids"][index, :length].tolist()
+        if tokens != [*completion]:
+            yield f"the tokens of completion {index} are not those that were generated"
+        if tool_mask is not None:
+            mask_of_trl = rollout["tool_mask"][index, :length].tolist()
+            if mask_of_trl != [counts * entry for entry in tool_mask]:
+                yield f"the mask of tool output in completion {index} is {mask_of_trl}"
+
+    def _generation_problems(self, prompt_ids: list[Tokens], completion_ids: list[Tokens]) -> Iterator[str]:
         most = self.trainer.args.max_completion_length
         for index, (prompt, sequence) in enumerate(self.written):
-            if most is not None and len(completion_ids[index]) > most:
-                yield f"completion {index} has {len(completion_ids[index])} tokens, more than {most}"
+            completion = [*completion_ids[index]]
+            if most is not None and len(completion) > most:
+                yield f"completion {index} has {len(completion)} tokens, more than {most}"
             ends = [place + 1 for place, token in enumerate(sequence) if token in self.trainer.eos_token_ids]
-            completion = sequence[: min(ends, default=len(sequence))]
-            if [prompt, completion] != [[*prompt_ids[index]], [*completion_ids[index]]]:
+            up_to_first_end = sequence[: min(ends, default=len(sequence))]
+            if prompt != [*prompt_ids[index]] or up_to_first_end != completion:
                 yield f"prompt and completion {index} are not what the model has got and written, up to its first end"
 
-    def _advantages(self, advantages: Tensor, rewards: Tensor) -> Iterator[str]:
-        trainer, rewards = self.trainer, rewards.cpu()
-        options = {"scale": trainer.scale_rewards, "aggregation": trainer.multi_objective_aggregation}
-        weights, group = trainer.reward_weights.cpu(), trainer.num_generations
-        exact = advantages_of(rewards.double(), weights.double(), group, **options)
-        rounding = (advantages_of(rewards.float(), weights.float(), group, **options) - exact).abs().max()
-        own = slice(trainer.accelerator.process_index * len(advantages), None)
-        for index, (given, expected) in enumerate(zip(advantages.tolist(), exact[own].tolist(), strict=False)):
+    def _advantage_problems(self, advantages: Tensor, rewards: Tensor) -> Iterator[str]:
+        trainer = self.trainer
+        rewards = rewards.cpu()
+        weights = trainer.reward_weights.cpu()
+        advantages_in = partial(
+            advantages_of,
+            num_generations=trainer.num_generations,
+            scale=trainer.scale_rewards,
+            aggregation=trainer.multi_objective_aggregation,
+        )
+        exact = advantages_in(rewards.double(), weights.double())
+        in_float32 = advantages_in(rewards.float(), weights.float())
+        rounding = (in_float32 - exact).abs().max()
+        first = trainer.accelerator.process_index * len(advantages)
+        pairs = zip(advantages.tolist(), exact[first:].tolist(), strict=False)
+        for index, (advantage, expected) in enumerate(pairs):
             allowed = 1e-3 * (1 + abs(expected)) + 10 * rounding
-            if not abs(given - expected) <= allowed:  # nor is NaN
-                yield f"that of completion {index} is {given:.6g}, but the rewards say {expected:.6g}"
+            is_close = abs(advantage - expected) <= allowed  # NaN is not
+            if not is_close:
+                yield f"that of completion {index} is {advantage:.6g}, but the rewards say {expected:.6g}"
 
-    def check_logps(self, rows: Mapping[str, Any], logps_of_trl: Callable[..., Any], any_width: bool | None) -> None:
+    def check_logps(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, *, is_padded: bool) -> None:
         """
-        Log-probabilities of the longest completion of some samples, from its logits; padded as in a micro-batch if
-        they are the same at `any_width`. All processes make a pass.
+        Log-probabilities of the longest completion of some samples, from its logits. All processes make a pass.
+
+        `logps_of_trl` is called as TRL's `_get_per_token_logps_and_entropies`: if `is_padded`, on a padded completion,
+        as in a micro-batch. This has to be off for a model whose log-probabilities depend on padding.
         """
         config = self.trainer.model.config
         if config.get_text_config() is config:  # with images, a pass needs more than tokens
-            self._report("log-probabilities", self._logps(rows, logps_of_trl, n_padding=3 if any_width else 0))
+            self._report(
+                "log-probabilities", self._logp_problems(samples, logps_of_trl, n_padding=3 if is_padded else 0)
+            )
 
     @torch.no_grad()
-    def _logps(self, rows: Mapping[str, Any], logps_of_trl: Callable[..., Any], n_padding: int) -> Iterator[str]:
+    def _logp_problems(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, n_padding: int) -> Iterator[str]:
         trainer = self.trainer
-        longest = int(rows["completion_mask"].sum(dim=1).argmax())
-        prompt, completion = (
-            rows[f"{text}_ids"][longest][rows[f"{text}_mask"][longest].bool()] for text in ("prompt", "completion")
-        )
-        prompt, completion = prompt[-_LONGEST:], completion[:_LONGEST]
+        lengths = samples["completion_mask"].sum(dim=1)
+        longest = int(lengths.argmax())
+        prompt = _without_padding(samples, "prompt", longest)[-_LONGEST:]
+        completion = _without_padding(samples, "completion", longest)[:_LONGEST]
         if not len(completion):  # all are masked
-            prompt, completion = prompt[:-1], prompt[-1:]
-        width = len(completion)
+            completion = prompt[-1:]
+            prompt = prompt[:-1]
+        length = len(completion)
         ids = torch.cat([prompt, completion])[None]
         mask = torch.ones_like(ids)
-        padded = [torch.nn.functional.pad(each, (n_padding, n_padding)) for each in (ids, mask)]
+        padded_ids = pad(ids, (n_padding, n_padding))
+        padded_mask = pad(mask, (n_padding, n_padding))
         checkpointing = trainer.args.gradient_checkpointing_kwargs
         with padding.evaluating(trainer.model), disable_gradient_checkpointing(trainer.model, checkpointing):
-            logps = logps_of_trl(trainer.model, *padded, width + n_padding)[0][:, :width]
+            logps, *_ = logps_of_trl(trainer.model, padded_ids, padded_mask, length + n_padding)
             with trainer.accelerator.autocast():
                 logits = trainer.model(input_ids=ids, attention_mask=mask).logits
-        logits = logits[:, -width - 1 : -1].float() / trainer.temperature
-        expected = logits.log_softmax(dim=-1).gather(2, completion[None, :, None]).squeeze(2)
-        yield from self._apart(logps, expected, torch.ones_like(expected).bool(), "the model's logits")
+        before_each_token = logits[:, -length - 1 : -1].float()
+        of_vocabulary = (before_each_token / trainer.temperature).log_softmax(dim=-1)
+        expected = of_vocabulary.gather(2, completion[None, :, None]).squeeze(2)
+        every_token = torch.ones_like(expected).bool()
+        yield from self._apart(logps[:, :length], expected, every_token, "the model's logits")
 
-    def check_reference(self, of_trl: Tensor, rows: Mapping[str, Any]) -> None:
-        """Log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout; `rows` have those here."""
-        mask, own_pass = completion_tokens(rows), rows["ref_per_token_logps"]
-        self._report("the reference policy", self._apart(of_trl, own_pass, mask, "the reference model"))
+    def check_reference(self, of_trl: Tensor, samples: Mapping[str, Any]) -> None:
+        """Log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout; `samples` have ours."""
+        mask = completion_tokens(samples)
+        problems = self._apart(of_trl, samples["ref_per_token_logps"], mask, "the reference model")
+        self._report("the reference policy", problems)
 
     def _apart(self, logps: Tensor, expected: Tensor, mask: Tensor, source: str) -> Iterator[str]:
         difference = (logps.float() - expected.float())[mask]
-        distance = difference.square().mean().sqrt().item() if len(difference) else 0.0
-        if not distance <= max(padding.rounding_of_logps(self.trainer), 0.01):
+        if not len(difference):
+            return
+        distance = difference.square().mean().sqrt().item()
+        allowed = max(padding.rounding_of_logps(self.trainer), 0.01)
+        is_close = distance <= allowed  # NaN is not
+        if not is_close:
             yield f"they are {distance:.3g} nats per token away from those of {source}"
 
-    def check_step(self, n_calls: int) -> None:
-        """The backward passes of an optimizer step, which was made by so many calls of `training_step`."""
-        self._report("the loss of an optimizer step", self._step(n_calls))
+    def check_step(self, n_calls: int | None) -> None:
+        """The backward passes of an optimizer step, of so many calls of `training_step`; `None` if it is not ours."""
+        if n_calls is not None:
+            self._report("the loss of an optimizer step", self._step_problems(n_calls))
 
-    def _step(self, n_calls: int) -> Iterator[str]:
+    def _step_problems(self, n_calls: int) -> Iterator[str]:
         trainer = self.trainer
-        wanted = trainer.current_gradient_accumulation_steps
-        if n_calls != wanted:
-            yield f"it has {n_calls} calls of `training_step`, not {wanted}"
-        scaler = trainer.accelerator.scaler
-        scale = 1.0 if scaler is None else scaler.get_scale()
+        expected_calls = trainer.current_gradient_accumulation_steps
+        if n_calls != expected_calls:
+            yield f"it has {n_calls} calls of `training_step`, not {expected_calls}"
         if trainer.is_deepspeed_enabled and trainer.args.fp16:
             return  # DeepSpeed has a scale of its own
-        for slopes in self.losses:
-            if slopes != [scale]:
-                yield f"its gradient is multiplied by {slopes}, not once by {scale}"
+        scaler = trainer.accelerator.scaler
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        for gradients in self.loss_gradients:
+            if gradients != [scale]:
+                yield f"its gradient is multiplied by {gradients}, not once by {scale}"
+
+
+def _problems_of_prompt(rollout: Mapping[str, Any], index: int, prompt: Tokens) -> Iterator[str]:
+    """Of the entries of one prompt, which is padded on the left."""
+    length = len(prompt)
+    mask = rollout["prompt_mask"][index].tolist()
+    n_padding = len(mask) - length
+    if mask != [0] * n_padding + [1] * length:
+        yield f"the mask of prompt {index}, of {length} tokens, is {mask}"
+    tokens = rollout["prompt_ids"][index, n_padding:].tolist()
+    if tokens != [*prompt]:
+        yield f"the tokens of prompt {index} are not those that were generated from"
+
+
+def _without_padding(samples: Mapping[str, Any], text: str, index: int) -> Tensor:
+    """Tokens of a `prompt` or `completion` that are not masked."""
+    mask = samples[f"{text}_mask"][index].bool()
+    return samples[f"{text}_ids"][index][mask]
 
 
 def _overridden(trainer: Any) -> set[str]:
     """Names that subclasses of a user's define."""
-    libraries = ("opo_trl", "trl", "transformers", "builtins")
-    bases = [base for base in type(trainer).__mro__ if base.__module__.partition(".")[0] not in libraries]
-    return {name for base in bases for name in vars(base)}
+    names: set[str] = set()
+    for base in type(trainer).__mro__:
+        package = base.__module__.partition(".")[0]
+        if package not in ("opo_trl", "trl", "transformers", "builtins"):
+            names.update(vars(base))
+    return names
 
 
 class _NoChecks:
     """Checks nothing, whichever method of [`FirstStep`] is called."""
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_: nullcontext()
+        return lambda *_, **__: nullcontext()
 
 
 NO_CHECKS: Any = _NoChecks()
@@ -310,22 +384,29 @@ def advantages_of(rewards: Tensor, weights: Tensor, num_generations: int, *, sca
     unscored = rewards.isnan().all(dim=1)
     if aggregation == "normalize_then_sum":
         columns = [_centred(column, num_generations) / _spread(column, num_generations) for column in rewards.T]
-        sums = (torch.stack(columns, dim=1) * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
+        normalized = torch.stack(columns, dim=1)
+        sums = (normalized * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
         advantages = _centred(sums, len(sums)) / _spread(sums, len(sums))
     else:
         sums = (rewards * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
         advantages = _centred(sums, num_generations)
-        if scale != "none":
-            advantages = advantages / _spread(sums, num_generations if scale == "group" else len(sums))
+        if scale == "group":
+            advantages = advantages / _spread(sums, num_generations)
+        elif scale == "batch":
+            advantages = advantages / _spread(sums, len(sums))
     return advantages.nan_to_num()
 
 
 def _centred(values: Tensor, group: int) -> Tensor:
+    """Values less the mean of their group; `group` is the number of values in one."""
     groups = values.view(-1, group)
-    return (groups - groups.nanmean(dim=1, keepdim=True)).flatten()
+    means = groups.nanmean(dim=1, keepdim=True)
+    return (groups - means).flatten()
 
 
 def _spread(values: Tensor, group: int) -> Tensor:
-    counts = (~values.isnan()).view(-1, group).sum(dim=1)
-    variance = _centred(values, group).square().view(-1, group).nansum(dim=1) / (counts - 1)
+    """For each value, the standard deviation of its group, with 1e-4 added."""
+    is_scored = ~values.isnan().view(-1, group)
+    squares = _centred(values, group).view(-1, group).square()
+    variance = squares.nansum(dim=1) / (is_scored.sum(dim=1) - 1)
     return variance.sqrt().repeat_interleave(group) + 1e-4
