@@ -151,10 +151,7 @@ class OPOTrainer(GRPOTrainer):
         args = self._checked_args(model, args, quantized=options.get("quantization_config") is not None)
         check_processes(args.world_size)
         if args.rollouts is not None or args.save_rollouts:
-            from .reuse.recorded import Recorded  # only such runs need it
-
-            writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
-            self._recorded = Recorded(args, train_dataset, writers)
+            self._recorded = self._recorder(args, train_dataset, options)
             train_dataset = self._recorded.dataset
             reward_funcs = reward_funcs or self._recorded.reward_func
         if isinstance(model, str):
@@ -183,6 +180,13 @@ class OPOTrainer(GRPOTrainer):
         self.add_callback(self._clock)
         if args.use_vllm:
             self._wrap_vllm(options)
+
+    def _recorder(self, args: OPOConfig, train_dataset: Any, options: Mapping[str, Any]) -> Any:
+        """What replays `rollouts`, or records those of this run, of the dataset that it was given."""
+        from .reuse.recorded import Recorded  # only such runs need it
+
+        writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
+        return Recorded(args, train_dataset, writers)
 
     def _know_ends_of_completions(self) -> None:
         """Let TRL, which tells by the model's own tokens where completions end, know those of `generation_kwargs`."""
@@ -239,11 +243,11 @@ class OPOTrainer(GRPOTrainer):
         engine.vllm_client.generate = prefetch.generate
         sync_weights = engine.sync_weights
 
-        def sync_when_idle() -> None:
+        def sync_after_request() -> None:
             prefetch.wait()
             sync_weights()
 
-        engine.sync_weights = sync_when_idle
+        engine.sync_weights = sync_after_request
         self._prefetch = prefetch
 
     def _begin(self) -> None:
@@ -462,7 +466,9 @@ class OPOTrainer(GRPOTrainer):
         return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> Batch:
-        """One round of generation; `rewards_per_func` `[B, number of reward functions]` travels with the samples."""
+        """
+        One round of generation. `rewards_per_func`, `[B, number of reward functions]`, travels with the completions.
+        """
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -386,6 +386,27 @@ def trained(*args, **kwargs) -> Recording:
 def logged(trainer: Recording) -> list[dict]:
     """Log entries of the optimizer steps."""
     return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def metric(trainer: Recording, name: str) -> list:
+    """The values of a metric at the optimizer steps."""
+    return [entry[name] for entry in logged(trainer)]
+
+
+def changed_weights(trainer: Recording) -> set[str]:
+    """Names of the weights that training has changed."""
+    weights = snapshot(trainer.accelerator.unwrap_model(trainer.model))
+    return {name for name, weight in weights.items() if not torch.equal(weight, trainer.initial[name])}
+
+
+def all_finite(weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether no weight is infinite or NaN."""
+    return all(weight.isfinite().all() for weight in weights.values())
+
+
+def same_weights(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two models have the same weights, to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def without_times(entry: dict) -> dict:

@@ -9,7 +9,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command.test_train import arguments
-from helpers import PRETEND, RECIPES, Script, even_tokens, free_port, logged, make_trainer, snapshot, trained
+from helpers import (
+    PRETEND,
+    RECIPES,
+    Script,
+    changed_weights,
+    even_tokens,
+    free_port,
+    make_trainer,
+    metric,
+    same_weights,
+    trained,
+)
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import distributed
@@ -33,16 +44,25 @@ def lora(target_modules="all-linear") -> LoraConfig:
 
 
 def base_of(model) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    """A copy of the weights that are not trained."""
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    return copies(frozen)
 
 
-def moved(model, base: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, p in model.named_parameters() if name in base and not torch.equal(p, base[name])]
+def copies(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def changed(model, before: dict[str, torch.Tensor]) -> list[str]:
+    """Of the weights that have been copied before, the names of those that are others now."""
+    now = dict(model.named_parameters())
+    return [name for name, weight in before.items() if not torch.equal(now[name], weight)]
 
 
 def logits(model) -> torch.Tensor:
+    tokens = torch.arange(3, 40, device=model.device)
     with torch.no_grad():
-        return model.eval()(input_ids=torch.arange(3, 40, device=model.device)[None]).logits.cpu()
+        return model.eval()(input_ids=tokens[None]).logits.cpu()
 
 
 def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_path):
@@ -53,10 +73,11 @@ def test_saved_adapter_on_the_base_model_is_the_trained_model(tiny_model, tmp_pa
     trainer.save_model(str(tmp_path / "adapter"))
     after = logits(trainer.model)
     assert (after - before).abs().max() > 0.1
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
+    base_model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    loaded = PeftModel.from_pretrained(base_model, tmp_path / "adapter")
     assert torch.equal(logits(loaded.to(trainer.model.device)), after)
     assert len(base) > 20
-    assert moved(trainer.model, base) == []
+    assert changed(trainer.model, base) == []
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +97,8 @@ def damaged(adapter: str, folder: Path, drop: str = "-", **config) -> str:
     weights = folder / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(weights).items() if drop not in name}, weights)
     file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    stored = json.loads(file.read_text())
+    file.write_text(json.dumps(stored | config))
     return str(folder)
 
 
@@ -85,21 +107,23 @@ def test_training_goes_on_from_an_adapter(adapter, tiny_model, tmp_path):
     samples = {"trainer_arguments": {"rollout_func": None, "reward_funcs": even_tokens}}
     options = {**OPTIONS, **samples, "save_strategy": "steps", "save_steps": 1}
     trainer = make_trainer(adapter, tmp_path / "run", **options)
-    before, base = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), adapter)), None
+    base_model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    before = logits(PeftModel.from_pretrained(base_model, adapter))
     assert torch.equal(logits(trainer.model), before)
     assert trainer.processing_class.chat_template == "{{ messages[0]['content'] }}"
-    assert {name.split(".")[-2] for name, p in trainer.model.named_parameters() if p.requires_grad} == {"default"}
+    trained_weights = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    assert {name.split(".")[-2] for name in trained_weights} == {"default"}
     base = base_of(trainer.model)
     trainer.model.train()
     trainer.train()
-    assert moved(trainer.model, base) == []
+    assert changed(trainer.model, base) == []
     assert (logits(trainer.model) - before).abs().max() > 0.01
-    kl = [entry["kl"] for entry in logged(trainer)]
+    kl = metric(trainer, "kl")
     assert kl[0] == 0.0 < min(kl[1:])
     again = make_trainer(adapter, tmp_path / "run", **options)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert torch.equal(logits(again.model), logits(trainer.model))
-    assert [entry["kl"] for entry in logged(again)] == kl
+    assert metric(again, "kl") == kl
 
 
 def test_recipe_goes_on_from_an_adapter(tmp_path, capsys):
@@ -113,9 +137,10 @@ def test_recipe_goes_on_from_an_adapter(tmp_path, capsys):
     assert "is an adapter already. Remove `peft_config`, in a recipe `use_peft`" in capsys.readouterr().err
     assert not (tmp_path / "twice").exists()
     assert main(arguments(recipe, **short, output_dir=tmp_path / "run")) == 0
-    start, end = (load_file(place / "adapter_model.safetensors") for place in (folder, tmp_path / "run"))
+    start = load_file(folder / "adapter_model.safetensors")
+    end = load_file(tmp_path / "run" / "adapter_model.safetensors")
     assert start.keys() == end.keys()
-    assert any(not torch.equal(tensor, end[name]) for name, tensor in start.items())
+    assert not same_weights(start, end)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +170,12 @@ def test_what_cannot_be_an_adapter_is_named(adapter, tiny_model, tmp_path):
 def test_weights_are_sent_to_a_server_and_the_base_stays_as_it_is(tiny_model, tmp_path, monkeypatch):
     """TRL's own merging and sending, twice; only the server is not there."""
     sent = []
+
+    def update_named_params(names, weights):
+        sent.append({name: weight.clone() for name, weight in weights})
+
     server = SimpleNamespace(
-        base_url="http://127.0.0.1:9",
-        update_named_params=lambda names, weights: sent.append({name: weight.clone() for name, weight in weights}),
-        reset_prefix_cache=lambda: None,
+        base_url="http://127.0.0.1:9", update_named_params=update_named_params, reset_prefix_cache=lambda: None
     )
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda engine: setattr(engine, "vllm_client", server))
     trainer = make_trainer(
@@ -167,11 +194,13 @@ def test_weights_are_sent_to_a_server_and_the_base_stays_as_it_is(tiny_model, tm
                 if "lora_" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.05)
         trainer.vllm_generation.sync_weights()
-        assert moved(trainer.model, base) == []
-    name = "model.layers.0.self_attn.q_proj.weight"
+        assert changed(trainer.model, base) == []
+    layer = "model.layers.0.self_attn.q_proj"
+    first, second = (weights[f"{layer}.weight"] for weights in sent)
     trainer.model.merge_adapter()
-    assert torch.equal(sent[1][name], trainer.model.base_model.model.get_submodule(name[:-7]).base_layer.weight)
-    assert not torch.equal(sent[0][name], sent[1][name])
+    merged = trainer.model.base_model.model.get_submodule(layer)
+    assert torch.equal(second, merged.base_layer.weight)
+    assert not torch.equal(first, second)
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
@@ -195,10 +224,10 @@ def test_qlora_trains_the_adapter_on_a_base_of_four_bits(tiny_model, tmp_path):
     base = base_of(trainer.model)
     assert sum(p.dtype == torch.uint8 for p in base.values()) == 14
     # Only B: A starts at random values, next to which these steps are small in bfloat16.
-    adapter = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_B" in name}
+    adapter = copies({name: weight for name, weight in trainer.model.named_parameters() if "lora_B" in name})
     trainer.train()
-    assert moved(trainer.model, base) == []
-    assert moved(trainer.model, adapter) == list(adapter)
+    assert changed(trainer.model, base) == []
+    assert changed(trainer.model, adapter) == list(adapter)
 
 
 def test_quantized_base_with_vllm_is_rejected(tiny_model, tmp_path):
@@ -212,14 +241,15 @@ def test_quantized_base_with_vllm_is_rejected(tiny_model, tmp_path):
 def test_gathered_weights_are_sharded_again_before_they_are_sent():
     distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
     try:
-        model, mesh = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), init_device_mesh("cpu", (1,))
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        mesh = init_device_mesh("cpu", (1,))
         fully_shard(model[1], mesh=mesh, reshard_after_forward=False)  # as Accelerate does with a model's last layers
         fully_shard(model, mesh=mesh)
         with torch.no_grad():
             model(torch.ones(1, 2))  # an evaluation
-        assert not any(isinstance(parameter, DTensor) for parameter in model[1].parameters())
+        assert not isinstance(model[1].weight, DTensor)
         with FrozenBase(model):
-            assert all(isinstance(parameter, DTensor) for parameter in model[1].parameters())
+            assert isinstance(model[1].weight, DTensor)
     finally:
         distributed.destroy_process_group()
 
@@ -234,11 +264,6 @@ def continued(folder: str, dropout: float = 0.0) -> PeftModel:
     return get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
 
 
-def unmoved(trainer) -> bool:
-    now = snapshot(trainer.model)
-    return all(torch.equal(now[name], weight) for name, weight in trainer.initial.items())
-
-
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3}
 
 
@@ -247,15 +272,17 @@ def test_kl_of_an_adapter_that_is_its_reference_moves_nothing(tiny_model, tmp_pa
     model, peft_config = (tiny_model, lora()) if kind == "new" else (continued(tiny_model), None)
     arguments = {"trainer_arguments": {"peft_config": peft_config}, "script": Script([1.0] * 8, seed=3)}
     steps = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
-    assert unmoved(trained(model, tmp_path, **arguments, **OPTIONS, **steps, **ADAMW))
+    trainer = trained(model, tmp_path, **arguments, **OPTIONS, **steps, **ADAMW)
+    assert not changed_weights(trainer)
 
 
 def test_own_completions_of_an_adapter_with_dropout_are_recognized(tiny_model, tmp_path):
-    script, several = Script([1.0] * 8), {"steps_per_generation": 4, "max_steps": 2}
+    script = Script([1.0] * 8)
+    several = {"steps_per_generation": 4, "max_steps": 2}
     trained(continued(tiny_model), tmp_path, script=script, save_rollouts=True, **several)
     replay = {"rollouts": str(tmp_path / "rollouts")}
     arguments = dict.fromkeys(("train_dataset", "reward_funcs", "rollout_func"))
     run = trained(
         continued(tiny_model, 0.5), tmp_path / "again", trainer_arguments=arguments, **replay, **several, **ADAMW
     )
-    assert unmoved(run)
+    assert not changed_weights(run)

@@ -6,7 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import Recording, RecordingOPO, Script, distance, logged, make_trainer, norm, snapshot
+from helpers import (
+    Recording,
+    RecordingOPO,
+    Script,
+    all_finite,
+    changed_weights,
+    distance,
+    logged,
+    make_trainer,
+    metric,
+    norm,
+    same_weights,
+    snapshot,
+)
 from transformers import TrainerCallback
 
 from opo_trl import OPOTrainer
@@ -38,18 +51,18 @@ def trained(model, folder, trainer_class, *, rewards=REWARDS, **options):
 
 
 def test_rewards_made_by_a_subclass_are_those_trained_on(tiny_model, tmp_path):
-    wanted = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]  # one unscored; a group that dynamic sampling replaces
+    rewards = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]  # one unscored; a group that dynamic sampling replaces
 
-    class Made(RecordingOPO):
+    class Rewarding(RecordingOPO):
         def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-            rewards = [torch.nan if r is None else r for r in wanted]
-            return torch.tensor(rewards, device=self.accelerator.device)[: len(inputs), None]
+            values = [torch.nan if reward is None else reward for reward in rewards]
+            return torch.tensor(values, device=self.accelerator.device)[: len(inputs), None]
 
     options = {"max_sampling_rounds": 3, "max_steps": 2}
-    plain = trained(tiny_model, tmp_path / "0", RecordingOPO, rewards=wanted, **options)
-    made = snapshot(trained(tiny_model, tmp_path / "1", Made, **options).model)
-    assert all(torch.equal(tensor, made[name]) for name, tensor in snapshot(plain.model).items())
-    assert distance(made, plain.initial) > 0
+    plain = trained(tiny_model, tmp_path / "0", RecordingOPO, rewards=rewards, **options)
+    rewarding = trained(tiny_model, tmp_path / "1", Rewarding, **options)
+    assert same_weights(snapshot(plain.model), snapshot(rewarding.model))
+    assert changed_weights(plain)
 
 
 def test_example_of_rewards(tiny_model, tmp_path):
@@ -68,24 +81,23 @@ def test_rollout_made_by_a_subclass_is_trained_on(tiny_model, tmp_path):
         def _generate_and_score_completions(self, inputs):
             rollout = super()._generate_and_score_completions(inputs)
             names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-            own = {name: rollout[name] for name in names}
-            own["advantages"] = own["advantages"].index_fill(0, torch.tensor([1], device=self.model.device), torch.nan)
-            return own
+            advantages = rollout["advantages"].clone()
+            advantages[1] = torch.nan
+            return {name: rollout[name] for name in names} | {"advantages": advantages}
 
     trainer = trained(tiny_model, tmp_path, Own, steps_per_generation=4, max_steps=2)
     assert trainer.rollouts[0].opo_valid.tolist() == [i != 1 for i in range(16)]
-    assert all(tensor.isfinite().all() for tensor in snapshot(trainer.model).values())
+    assert all_finite(snapshot(trainer.model))
     assert norm(trainer.steps[0].gradient) > 0.01
 
 
 def test_example_of_advantages(tiny_model, tmp_path):
     trainer = trained(tiny_model, tmp_path, example("NoPush"))
-    advantages, target = trainer.rollouts[0].advantages, trainer.rollouts[0].opo_target
-    assert (advantages == 0).sum() > 2
-    for group in range(2):
-        rows = slice(4 * group, 4 * group + 4)
-        below = advantages[rows] == 0
-        assert len(target[rows][below].unique()) == 1  # all that are not better are treated alike
+    (rollout,) = trainer.rollouts
+    assert (rollout.advantages == 0).sum() > 2
+    for advantages, targets in zip(rollout.advantages.split(4), rollout.opo_target.split(4), strict=True):
+        below = targets[advantages == 0]
+        assert len(below.unique()) == 1  # all that are not better are treated alike
 
 
 # The target
@@ -93,10 +105,8 @@ def test_example_of_advantages(tiny_model, tmp_path):
 
 def test_example_of_the_target(tiny_model, tmp_path):
     rewards = [0.0, 1.0, None, 0.5, 2.0, 2.0, 2.0, 2.0]
-    lower, plain = (
-        trained(tiny_model, tmp_path / kind.__name__, kind, rewards=rewards).rollouts[0]
-        for kind in (example("PessimisticTrainer"), RecordingOPO)
-    )
+    (lower,) = trained(tiny_model, tmp_path / "0", example("PessimisticTrainer"), rewards=rewards).rollouts
+    (plain,) = trained(tiny_model, tmp_path / "1", RecordingOPO, rewards=rewards).rollouts
     torch.testing.assert_close(lower.opo_target, plain.opo_target - 0.1 * plain.opo_valid)
     assert lower.opo_target[2] == 0
 
@@ -115,13 +125,17 @@ class Scaled(RecordingOPO):
 def test_loss_of_a_subclass_is_trained(tiny_model, tmp_path):
     plain = trained(tiny_model, tmp_path / "0", RecordingOPO, **PARTS)
     scaled = trained(tiny_model, tmp_path / "1", Scaled, **PARTS)
-    assert distance(scaled.steps[0].gradient, {n: g / 2 for n, g in plain.steps[0].gradient.items()}) < 1e-4
-    # With the default: samples that OPO's own loss would skip have a gradient in this one.
+    gradient = plain.steps[0].gradient
+    half = {name: values / 2 for name, values in gradient.items()}
+    assert distance(scaled.steps[0].gradient, half) < 1e-4
+    # With the default: completions at rest in OPO's own loss have a gradient in this one.
     decayed = trained(tiny_model, tmp_path / "2", example("WithDecay"), skip_inert_rows=True, **PARTS)
-    weight = plain.initial["lm_head.weight"]
-    for name, gradient in decayed.steps[0].gradient.items():
-        expected = plain.steps[0].gradient[name] + (2 * weight / weight.numel() if name == "lm_head.weight" else 0)
-        assert torch.allclose(gradient, expected, atol=1e-5)
+    head = "lm_head.weight"
+    weight = plain.initial[head]
+    decay = 2 * weight / weight.numel()
+    expected = {**gradient, head: gradient[head] + decay}
+    for name, values in decayed.steps[0].gradient.items():
+        assert torch.allclose(values, expected[name], atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["compute_loss", "_compute_loss"])
@@ -131,9 +145,9 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     def reinforce(self, model, inputs, *others, **named):
         seen.append(inputs)
         logps, _, _ = self._token_logps(model, inputs, compute_entropy=True)
-        kept = inputs["completion_mask"] * inputs["weight"]
-        rows = self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps
-        return -(logps * kept).sum() / rows
+        weights = inputs["completion_mask"] * inputs["weight"]
+        n_completions = self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps
+        return -(logps * weights).sum() / n_completions
 
     class Weighted(RecordingOPO):
         def _generate_and_score_completions(self, inputs):
@@ -145,9 +159,10 @@ def test_loss_that_never_calls_super_is_trained(tiny_model, tmp_path, method):
     own = type("Own", (Weighted,), {method: reinforce})
     rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]  # a zero-variance group, which OPO would skip
     trainer = trained(tiny_model, tmp_path, own, rewards=rewards, skip_inert_rows=True, **PARTS)
-    assert all(inputs["weight"].shape == inputs["completion_mask"].shape for inputs in seen)
-    assert [len(inputs["weight"]) for inputs in seen] == [trainer.args.per_device_train_batch_size] * len(seen)
-    assert sum(len(inputs["weight"]) for inputs in seen) == 16
+    assert len(seen) == 4
+    for inputs in seen:
+        assert len(inputs["weight"]) == trainer.args.per_device_train_batch_size == 4
+        assert inputs["weight"].shape == inputs["completion_mask"].shape
     assert norm(trainer.steps[0].gradient) > 0.1
     assert "opo/chi2" not in logged(trainer)[0]
 
@@ -158,9 +173,10 @@ def test_every_pass_gives_log_probabilities_to_an_override(tiny_model, tmp_path)
             logps, *others = super()._get_per_token_logps_and_entropies(*args, **options)
             return logps.clamp(min=-30.0), *others
 
-    own = snapshot(trained(tiny_model, tmp_path / "own", Bounded, **PARTS).model)
-    package = snapshot(trained(tiny_model, tmp_path / "package", RecordingOPO, **PARTS).model)
-    assert all(torch.allclose(own[name], package[name], atol=1e-6) for name in package)
+    bounded = snapshot(trained(tiny_model, tmp_path / "0", Bounded, **PARTS).model)
+    plain = snapshot(trained(tiny_model, tmp_path / "1", RecordingOPO, **PARTS).model)
+    for name, weight in plain.items():
+        assert torch.allclose(bounded[name], weight, atol=1e-6)
 
 
 def test_behaviour_policy_that_a_subclass_sets_is_used(tiny_model, tmp_path):
@@ -172,7 +188,8 @@ def test_behaviour_policy_that_a_subclass_sets_is_used(tiny_model, tmp_path):
 
     trainer = trained(tiny_model, tmp_path, Anchored, skip_inert_rows=True, **PARTS)
     for step, entry in zip(trainer.steps, logged(trainer), strict=True):
-        assert all((part["old_per_token_logps"] == -5).all() for part in step.batches)
+        for batch in step.batches:
+            assert (batch["old_per_token_logps"] == -5).all()
         assert entry["opo/log_ratio/absmax"] > 1
         assert entry["opo/frac_skipped"] == 0  # a sample without a target is pulled back to the behaviour policy
 
@@ -217,9 +234,11 @@ def test_training_step_gets_prompts_and_returns_the_loss_of_its_micro_batches(ti
 
     trainer = trained(tiny_model, tmp_path, Counted, **PARTS)
     assert len(calls) == 2 * trainer.args.gradient_accumulation_steps
-    assert all(len(prompts) == 16 and "prompt" in prompts[0] for prompts, _ in calls)
-    losses = [loss.item() for _, loss in calls]
-    assert sum(losses[:2]) == pytest.approx(sum(trainer.steps[0].losses), abs=1e-6)
+    for prompts, _ in calls:
+        assert len(prompts) == 16
+        assert "prompt" in prompts[0]
+    first, second = (loss.item() for _, loss in calls[:2])
+    assert first + second == pytest.approx(sum(trainer.steps[0].losses), abs=1e-6)
 
 
 # The order of prompts
@@ -267,11 +286,12 @@ def test_what_callbacks_change_acts(tiny_model, tmp_path):
         trainer.add_callback(callback(trainer))
     trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [2, 4]
-    entries = logged(trainer)
-    assert [entry["opo/mu"] for entry in entries] == pytest.approx([0.3, 0.3, 2.3, 2.3])
-    for entry in entries[::2]:
+    assert metric(trainer, "opo/mu") == pytest.approx([0.3, 0.3, 2.3, 2.3])
+    for entry in logged(trainer)[::2]:
         first, last = (entry[f"rewards/reward_{i}/mean"] for i in range(2))
-        assert entry["reward"] == pytest.approx(first + 2 * (1 - (entry["step"] - 1) / 100) * last)
+        n_steps_before = entry["step"] - 1
+        faded = 2 * (1 - n_steps_before / 100)
+        assert entry["reward"] == pytest.approx(first + faded * last)
     make_trainer(tiny_model, tmp_path, **options).train(str(tmp_path / "checkpoint-3"))  # with the fields of its start
 
 
@@ -295,5 +315,9 @@ def test_dynamic_sampling_reads_prompts_that_a_callback_changes_at_once(tiny_mod
         tiny_model, tmp_path, script=script, trainer_arguments=arguments, max_steps=4, max_sampling_rounds=2
     )
     trainer.train()
-    numbers = [[int(trainer.processing_class.decode(row.prompt).split()[0]) for row in rows] for rows in script.calls]
-    assert [10 if min(asked) >= 10 else 1 for asked in numbers] == [1, 10, 10, 10]
+    factors = []
+    for rows in script.calls:
+        prompts = [trainer.processing_class.decode(row.prompt) for row in rows]
+        numbers = [int(prompt.split()[0]) for prompt in prompts]
+        factors.append(10 if min(numbers) >= 10 else 1)
+    assert factors == [1, 10, 10, 10]

@@ -12,6 +12,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -22,12 +23,15 @@ from helpers import (
     Reference,
     Script,
     assert_step_equals,
+    changed_weights,
     distance,
     in_float64,
     logged,
     make_trainer,
+    metric,
     norm,
     relative_error,
+    same_weights,
     snapshot,
     trained,
     without_times,
@@ -103,7 +107,10 @@ def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, named):
     """Not the files of its name, which may hold another one or none."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     torch.manual_seed(1)
-    model = type(model)(model.config if named else type(model.config)(**model.config.to_dict()))
+    config = model.config
+    if not named:
+        config = type(config)(**config.to_dict())
+    model = type(model)(config)
     arguments = {"processing_class": make_tokenizer()}
     trainer = trained(model, tmp_path, beta=0.5, max_steps=2, learning_rate=0.2, trainer_arguments=arguments)
     first, second = logged(trainer)
@@ -140,9 +147,12 @@ def high_entropy_tokens(reference: Reference, quantile: float):
 
     @functools.cache
     def threshold(k: int) -> torch.Tensor:
-        rows = enumerate(reference.script.calls[k])
-        of_rollout = [entropies(k, i)[torch.tensor(row.own).bool()] for i, row in rows if reference.valid(row)]
-        return torch.quantile(torch.cat(of_rollout), 1 - quantile)
+        entropies_of_rollout = []
+        for i, row in enumerate(reference.script.calls[k]):
+            if reference.valid(row):
+                is_own = torch.tensor(row.own).bool()
+                entropies_of_rollout.append(entropies(k, i)[is_own])
+        return torch.quantile(torch.cat(entropies_of_rollout), 1 - quantile)
 
     return lambda k, i, now: entropies(k, i) >= threshold(k) - 1e-6
 
@@ -172,14 +182,14 @@ def test_importance_sampling_ratio_weights_samples(tiny_model, tmp_path, shape):
 
     assert_steps_equal(trainer, script, row_weight=weight)
     assert relative_error(trainer.steps[0].gradient, Reference(trainer, script).step(0).gradient) > 0.1
-    assert sum(entry["opo/frac_masked"] for entry in logged(trainer)) / 2 == pytest.approx(2 / 16)
+    assert np.mean(metric(trainer, "opo/frac_masked")) == pytest.approx(2 / 16)
 
 
 @pytest.mark.parametrize(("value", "where"), [(math.nan, "tokens"), (math.inf, "rows")])
 def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, value, where):
     """Padding, a tool's tokens, truncated and unscored completions: the gradient is bitwise the same."""
 
-    anchors = []
+    behaviour_logps = []
 
     def takes_part(rows):
         mask = rows["completion_mask"].bool() & rows["tool_mask"].bool()
@@ -187,20 +197,22 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
 
     def inject(fill):
         def poison(rollout, trainer):
-            mask, anchor_pass = takes_part(rollout), trainer._policy_logps
+            mask = takes_part(rollout)
+            policy_logps = trainer._policy_logps
             rollout["importance_sampling_ratio"] = torch.ones(mask.shape, device=mask.device)
-            rollout["sampling_per_token_logps"], _ = anchor_pass(rollout)
+            rollout["sampling_per_token_logps"], _ = policy_logps(rollout)
             for name in ("ref_per_token_logps", *list(rollout)[-2:]):
                 rollout[name] = rollout[name].masked_fill(~mask, fill)
 
-            def poisoned_anchor(part):
-                logps, entropies = anchor_pass(part)
-                anchors.append(logps.masked_fill(~takes_part(part), fill))
-                return anchors[-1], entropies
+            def poisoned_logps(part):
+                logps, entropies = policy_logps(part)
+                poisoned = logps.masked_fill(~takes_part(part), fill)
+                behaviour_logps.append(poisoned)
+                return poisoned, entropies
 
-            trainer._policy_logps = poisoned_anchor
+            trainer._policy_logps = poisoned_logps
 
-        anchors.clear()
+        behaviour_logps.clear()
         return poison
 
     clean, poisoned = (
@@ -219,14 +231,17 @@ def test_masked_values_have_no_effect_even_if_not_finite(tiny_model, tmp_path, v
         )
         for fill in (0.0, value)
     )
-    assert anchors
-    assert not any(logps.isfinite().all() for logps in anchors)
+    assert behaviour_logps
+    for logps in behaviour_logps:
+        assert not logps.isfinite().all()
     for step, same in zip(clean.steps, poisoned.steps, strict=True):
         assert norm(step.gradient) > 0.1
-        assert all(torch.equal(same.gradient[name], gradient) for name, gradient in step.gradient.items())
-    for name, found in without_times(logged(poisoned)[1]).items():
+        assert same_weights(step.gradient, same.gradient)
+    _, expected = logged(clean)
+    _, entry = logged(poisoned)
+    for name, value in without_times(entry).items():
         if name.startswith("opo/") or name in ("entropy", "kl"):
-            assert found == pytest.approx(logged(clean)[1][name])
+            assert value == pytest.approx(expected[name])
 
 
 # Off-policy steps
@@ -255,7 +270,7 @@ def test_a_completion_ends_where_its_generation_did(tiny_model, tmp_path):
     before = torch.where(finished, is_end.int().argmax(dim=1) + 1, 40)
     assert lengths == before.tolist()
     assert rollout.completion_mask.sum(dim=1).tolist() == (before * finished).tolist()  # the others are truncated
-    assert logged(trainer)[0]["completions/clipped_ratio"] == 1 - finished.float().mean()
+    assert metric(trainer, "completions/clipped_ratio") == [1 - finished.float().mean()]
 
 
 # Of a model's generation_config.json; each by itself changes what Transformers generates, or how much of it.
@@ -295,6 +310,11 @@ def sampled(folder: str, path: Path, asked_for: dict, **options):
     return trained(str(model), path, trainer_arguments=rewards | options.pop("trainer_arguments", {}), **options)
 
 
+def logged_of_generation_config(caplog) -> str:
+    (message,) = [record.message for record in caplog.records if "generation_config" in record.message]
+    return message
+
+
 @pytest.mark.parametrize("kind", ["generate", "continuous batching", "adapter"])
 def test_nothing_of_the_models_generation_config_changes_what_is_sampled(tiny_model, tmp_path, kind, caplog):
     options = {
@@ -305,10 +325,12 @@ def test_nothing_of_the_models_generation_config_changes_what_is_sampled(tiny_mo
     trainer = sampled(tiny_model, tmp_path, ASKED_FOR | OVERRULED, **options)
     plain = sampled(tiny_model, tmp_path, {}, **options)
     assert torch.equal(trainer.rollouts[0].completion_ids, plain.rollouts[0].completion_ids)
-    (said,) = [record.message for record in caplog.records if "generation_config" in record.message]
-    assert all(name in said for name in ASKED_FOR)
-    assert "min_p=0.3" in said
-    assert not any(f" {name}=" in said for name in OVERRULED)
+    message = logged_of_generation_config(caplog)
+    for name in ASKED_FOR:
+        assert name in message
+    assert "min_p=0.3" in message
+    for name in OVERRULED:
+        assert f" {name}=" not in message
     assert trainer.model.generation_config.min_p == 0.3  # and is saved with the model
 
 
@@ -331,8 +353,9 @@ def test_tokens_that_the_models_generation_config_ends_forces_or_suppresses(tiny
     ids = sampled(tiny_model, tmp_path, asked_for).rollouts[0].completion_ids
     assert not torch.isin(ids, torch.tensor(absent)).any()
     assert torch.isin(ids, torch.tensor([2, 40])).any(dim=1).all()
-    (said,) = [record.message for record in caplog.records if "generation_config" in record.message]
-    assert all(name in said for name in asked_for)
+    message = logged_of_generation_config(caplog)
+    for name in asked_for:
+        assert name in message
     own = sampled(tiny_model, tmp_path, asked_for, generation_kwargs={"suppress_tokens": [7]}).rollouts[0]
     assert torch.isin(own.completion_ids, torch.tensor(absent)).any()
     batched = sampled(tiny_model, tmp_path, asked_for, **CONTINUOUS).rollouts[0]
@@ -382,10 +405,7 @@ def test_only_the_adapter_is_trained(tiny_model, tmp_path):
         **{**OFF_POLICY, "max_steps": 3},
     )
     adapter = [name for name in trainer.initial if "lora_" in name]
-    moved = {
-        name for name, tensor in snapshot(trainer.model).items() if not torch.equal(tensor, trainer.initial[name])
-    }
-    assert moved == set(adapter)
+    assert changed_weights(trainer) == set(adapter)
     assert set(trainer.steps[0].gradient) == set(adapter)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), lora)
     reference = Reference(trainer, script, model=model)
@@ -435,9 +455,8 @@ def test_router_auxiliary_loss(tiny_moe, tmp_path):
     objective = Reference(trainer, script, model=model).step(0).gradient
     losses = []
     for batch in trainer.steps[0].batches:
-        tokens, mask = (
-            torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
-        )
+        tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         losses.append(model(input_ids=tokens, attention_mask=mask, output_router_logits=True).aux_loss)
     balance = sum(losses) / len(losses)
     parameters = dict(model.named_parameters())
@@ -447,7 +466,7 @@ def test_router_auxiliary_loss(tiny_moe, tmp_path):
     expected = {name: objective[name] + g for name, g in zip(parameters, gradients, strict=True)}
     assert relative_error(trainer.steps[0].gradient, expected) < EXACT
     assert relative_error(trainer.steps[0].gradient, objective) > 0.01
-    assert logged(trainer)[0]["aux_loss"] == pytest.approx(balance.item(), rel=1e-4)
+    assert metric(trainer, "aux_loss") == pytest.approx([balance.item()], rel=1e-4)
 
 
 def test_half_precision_model(tiny_model, tmp_path):
@@ -500,7 +519,7 @@ def test_evaluation(tiny_model, tmp_path, generations, options):
         assert (entry["eval_opo/frac_zero_drive"] == 1) == (generations == 1)
     # Training continues as if there had been no evaluation.
     plain = trained(tiny_model, tmp_path, beta=0.1, **options, **OFF_POLICY)
-    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)] == [0, 1]
+    assert metric(trainer, "opo/off_policy_steps") == [0, 1]
     assert relative_error(trainer.steps[1].gradient, plain.steps[1].gradient) < EXACT
 
 
@@ -511,11 +530,14 @@ def test_loss_of_an_evaluation_is_its_own_mean(tiny_model, tmp_path):
     # One batch: with several, Transformers weighs the last one by the dataset's length before TRL repeats the prompts.
     metrics = trainer.evaluate(Dataset.from_dict({"prompt": PROMPTS[:2]}))
     policies = [in_float64(policy) for policy in (snapshot(trainer.model), trainer.initial)]
-    reference, total, rows = Reference(trainer, script), 0.0, [row for call in script.calls[2:] for row in call]
+    reference = Reference(trainer, script)
+    total = 0.0
+    rows = [row for call in script.calls[2:] for row in call]
     with torch.no_grad():
         for row in rows:
             logps, initial = (reference.logps(policy, row)[0] for policy in policies)
-            total += ((initial - logps).exp() - (initial - logps) - 1).sum().item()
+            difference = initial - logps
+            total += (difference.exp() - difference - 1).sum().item()
     assert len(rows) == 8
     tokens = sum(len(row.completion) for row in rows)
     assert metrics["eval_loss"] == pytest.approx(0.5 * total / tokens, rel=1e-3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Recording, even_tokens, make_trainer, snapshot, trained, wait_until, without_times
+from helpers import Recording, even_tokens, make_trainer, same_weights, snapshot, trained, wait_until, without_times
 from invariance.launch import launch, logs
 from transformers import TrainerCallback
 
@@ -62,7 +62,7 @@ def test_the_step_is_finished_and_saved_once_and_the_trainer_goes_on(tiny_model:
     assert "Ended by SIGINT after optimizer step 3." in out
     trainer.train(resume_from_checkpoint="last")
     one, other = snapshot(whole.model), snapshot(trainer.model)
-    assert all(one[name].equal(other[name]) for name in one)
+    assert same_weights(one, other)
     logs_of_both = [[without_times(entry) for entry in each.state.log_history] for each in (whole, trainer)]
     assert logs_of_both[0] == logs_of_both[1]
 

@@ -52,12 +52,14 @@ def train(form: Form, model: str, folder: str, kill: tuple[int, int] | None) -> 
     """In each process: resume from the last complete checkpoint, or start from the beginning."""
     trainer = make_trainer(form, model, Path(folder))
     process = trainer.accelerator.process_index
-    writes = count_writes(folder, kill[1] if kill and kill[0] == process else None)
+    killed, write = kill or (None, None)
+    writes = count_writes(folder, write if process == killed else None)
     trainer.train(resume_from_checkpoint="auto")
-    (Path(folder) / f"writes_{process}").write_text(str(len(writes)))
-    trainer.save_model(str(Path(folder) / "end"))
-    if trainer.accelerator.is_main_process:
-        (Path(folder) / "log.json").write_text(json.dumps(trainer.state.log_history))
+    run = Path(folder)
+    (run / f"writes_{process}").write_text(str(len(writes)))
+    trainer.save_model(str(run / "end"))
+    if process == 0:
+        (run / "log.json").write_text(json.dumps(trainer.state.log_history))
 
 
 def count_writes(folder: str, last: int | None) -> list[str]:
@@ -92,13 +94,23 @@ def start(form: Form, model: str, folder: Path, kill: tuple[int, int] | None = N
     return status
 
 
+def n_writes(folder: Path, process: int) -> int:
+    """How often a process of a run has touched files of its folder."""
+    return int((folder / f"writes_{process}").read_text())
+
+
 def differences(folder: Path, reference: Path) -> list[str]:
     """Names of tensors and log entries that differ bitwise."""
-    end, wanted = (weights(path / "end") for path in (folder, reference))
-    different = [name for name in wanted if not torch.equal(end[name], wanted[name])]
-    log, wanted_log = (json.loads((path / "log.json").read_text()) for path in (folder, reference))
-    pairs = zip(map(without_times, log), map(without_times, wanted_log), strict=True)
+    end = weights(folder / "end")
+    expected_end = weights(reference / "end")
+    different = [name for name, weight in expected_end.items() if not torch.equal(end[name], weight)]
+    pairs = zip(log_of(folder), log_of(reference), strict=True)
     return different + [f"log entry {number}" for number, (one, other) in enumerate(pairs) if one != other]
+
+
+def log_of(folder: Path) -> list[dict]:
+    entries = json.loads((folder / "log.json").read_text())
+    return [without_times(entry) for entry in entries]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +125,8 @@ def test_a_run_killed_at_random_writes_repeats_itself(tiny_model: str, tmp_path:
     for _ in range(2):
         process = draw.randrange(form.processes)
         # After a checkpoint, and so that there is something left to kill.
-        write = 1 + int(int((whole / f"writes_{process}").read_text()) * draw.uniform(0.2, 0.5))
+        share = draw.uniform(0.2, 0.5)
+        write = 1 + int(n_writes(whole, process) * share)
         assert -signal.SIGKILL in start(form, tiny_model, killed, (process, write))
         last = checkpoint.last_complete(str(killed))
         steps += [checkpoint.load_state(Path(last), 0)["position"]] if last else []
@@ -125,6 +138,6 @@ def test_a_run_killed_at_random_writes_repeats_itself(tiny_model: str, tmp_path:
 def test_without_the_rollout_state_the_run_is_another(tiny_model: str, tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start(ONE, tiny_model, whole)
-    assert start(ONE, tiny_model, killed, (0, int((whole / "writes_0").read_text()) // 2)) == [-signal.SIGKILL]
+    assert start(ONE, tiny_model, killed, (0, n_writes(whole, 0) // 2)) == [-signal.SIGKILL]
     start(ONE, tiny_model, killed, target=train_without_state)
     assert differences(killed, whole) != []

@@ -1,6 +1,5 @@
 """`opo-trl train` as the launcher of a run: signals to it, and killed processes."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -23,10 +22,11 @@ SECONDS = 240.0
 
 
 def steps(folder: Path) -> list[int]:
-    return [line["step"] for line in read_lines(folder / "run" / "log.jsonl") if "grad_norm" in line]
+    lines = read_lines(folder / "run" / "log.jsonl")
+    return [line["step"] for line in lines if "grad_norm" in line]
 
 
-def said(folder: Path) -> str:
+def output(folder: Path) -> str:
     return (folder / "log").read_text()[-5000:]
 
 
@@ -38,15 +38,21 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen, list[
     command = [sys.executable, "-m", "opo_trl.command.cli", "train", "--config", str(RECIPE), *more]
     command += several_processes(folder, "cpu" if USE_CPU else "multi_gpu")
     command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    before, settings, training = len(steps(folder)), environment(**devices_for(2)), []
+    n_before = len(steps(folder))
+    settings = environment(**devices_for(2))
+    training: list[psutil.Process] = []
     with (folder / "log").open("w") as log:
         launcher = subprocess.Popen(command, stdout=log, stderr=log, env=settings, start_new_session=True)
+
+    def has_begun_or_ended() -> bool:
+        return len(steps(folder)) > n_before or launcher.poll() is not None
+
     try:
-        wait_until(lambda: len(steps(folder)) > before or launcher.poll() is not None, SECONDS)
-        assert launcher.poll() is None, said(folder)
+        wait_until(has_begun_or_ended, SECONDS)
+        assert launcher.poll() is None, output(folder)
         training = psutil.Process(launcher.pid).children()
         yield launcher, training
-        assert psutil.wait_procs(training, 5)[1] == [], said(folder)
+        assert psutil.wait_procs(training, 5)[1] == [], output(folder)
     finally:
         for process in training:
             if process.is_running():
@@ -56,17 +62,19 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen, list[
 
 
 def test_launched_run_is_stopped_resumes_and_is_killed(tmp_path: Path):
+    run = str(tmp_path / "run")
     with launched(tmp_path) as (launcher, training):
         assert len(training) == 2
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(SECONDS) == 128 + signal.SIGTERM, said(tmp_path)
+        assert launcher.wait(SECONDS) == 128 + signal.SIGTERM, output(tmp_path)
         last = steps(tmp_path)[-1]
-        assert last_complete(str(tmp_path / "run")) == str(tmp_path / "run" / f"checkpoint-{last}")
-        assert f"Ended by SIGTERM after optimizer step {last}" in said(tmp_path)
+        assert last_complete(run) == f"{run}/checkpoint-{last}"
+        assert f"Ended by SIGTERM after optimizer step {last}" in output(tmp_path)
     with launched(tmp_path, "--resume_from_checkpoint", "auto") as (launcher, training):
         at = time.monotonic()
-        os.kill(next(process.pid for process in training if process.environ()["RANK"] == "1"), 9)
+        (second,) = [process for process in training if process.environ()["RANK"] == "1"]
+        second.kill()
         assert launcher.wait(SECONDS) == 128 + signal.SIGKILL
         assert time.monotonic() - at < 60
-        assert "opo-trl train: error: a training process was ended by SIGKILL" in said(tmp_path)
-        assert last_complete(str(tmp_path / "run")) is not None
+        assert "opo-trl train: error: a training process was ended by SIGKILL" in output(tmp_path)
+        assert last_complete(run) is not None

@@ -20,6 +20,7 @@ from helpers import (
     logged,
     make_trainer,
     relative_error,
+    same_weights,
     snapshot,
     trained,
     without_times,
@@ -135,8 +136,8 @@ def test_gradient_of_conversations_is_the_definition(player, tmp_path, options):
         assert (~mask.bool().any(dim=1)).any()
     if options.get("max_tokens_per_micro_batch"):  # the tool's tokens take room, too
         parts = [batch for step in trainer.steps for batch in step.batches]
-        sizes = [batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in parts]
-        assert max(sizes) <= 120
+        for batch in parts:
+            assert batch["prompt_ids"].numel() + batch["completion_ids"].numel() <= 120
         assert len(parts) > 2 * len(trainer.steps)
 
 
@@ -155,15 +156,17 @@ def test_training_on_its_recorded_conversations_repeats_a_run(player, tmp_path, 
     again = trained(player, tmp_path / "again", trainer_arguments=mine, **fields, **options)
     for one, other in zip(run.rollouts, again.rollouts, strict=True):
         for name in ("prompt_ids", "completion_ids", "tool_mask", "completion_mask"):
-            assert vars(one)[name].equal(vars(other)[name]), name
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert max(turns(row) for rollout in again.rollouts for row in rollout.tool_mask * rollout.completion_mask) >= 3
-    change = [
-        {name: value.double() - t.initial[name] for name, value in snapshot(t.model).items()} for t in (run, again)
-    ]
-    assert relative_error(change[1], change[0]) < 1e-3
+    assert relative_error(way(again), way(run)) < 1e-3
     for entry, same in zip(logged(run), logged(again), strict=True):
         for name in {"completions/mean_length", "completions/clipped_ratio", "reward", "entropy"} & entry.keys():
             assert same[name] == pytest.approx(entry[name], abs=1e-4)
+
+
+def way(trainer) -> dict[str, torch.Tensor]:
+    """How far training has moved each weight."""
+    return {name: weight.double() - trainer.initial[name] for name, weight in snapshot(trainer.model).items()}
 
 
 # What a run is made of
@@ -200,8 +203,7 @@ def test_evaluations_do_not_touch_the_environments_of_training(player, tmp_path)
     trainer = playing(player, tmp_path / "2", train=False, **options)
     trainer.add_callback(Evaluating(trainer))
     trainer.train()
-    one, other = snapshot(alone.model), snapshot(trainer.model)
-    assert all(one[name].equal(other[name]) for name in one)
+    assert same_weights(snapshot(alone.model), snapshot(trainer.model))
     # One for each conversation of a rollout, and of an evaluation.
     assert OwnGenerator.made == 16 + 16 + 4
 
@@ -216,6 +218,6 @@ def test_run_resumes_bitwise_although_its_environment_draws_random_numbers(playe
     resumed.add_callback(Evaluating(resumed))
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # in the middle of a rollout and pass
     own = snapshot(resumed.model)
-    assert all(own[name].equal(expected[name]) for name in expected)
+    assert same_weights(own, expected)
     one, other = ([without_times(entry) for entry in t.state.log_history] for t in (whole, resumed))
     assert json.dumps(one[:8], sort_keys=True) == json.dumps(other[:8], sort_keys=True)

@@ -22,7 +22,9 @@ from helpers import (
     even_tokens,
     logged,
     make_trainer,
+    metric,
     relative_error,
+    same_weights,
     snapshot,
     trained,
     without_times,
@@ -51,21 +53,28 @@ def copy(run: Path, tmp_path: Path) -> Path:
 def test_which_checkpoint_is_resumed(copy: Path, caplog: pytest.LogCaptureFixture):
     """The last complete one: what a kill leaves of another has no `trainer_state.json`, or a part of it."""
     PartialState()
-    written = sorted((copy / "checkpoint-3").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    assert [path.name for path in written[-2:]] == ["rollout_state_0.pt", "trainer_state.json"]
-    written[-1].write_text(written[-1].read_text()[:-5])
+    folder = str(copy)
+    *_, state, last_file = sorted((copy / "checkpoint-3").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    assert state.name == "rollout_state_0.pt"
+    assert last_file.name == "trainer_state.json"
+    text = last_file.read_text()
+    last_file.write_text(text[:-5])
     (copy / "checkpoint-10").mkdir()
+    complete = str(copy / "checkpoint-2")
     with caplog.at_level(logging.WARNING):
-        assert resolve("last", str(copy)) == str(copy / "checkpoint-2") == last_complete(str(copy))
+        assert resolve("last", folder) == complete
+    assert last_complete(folder) == complete
     for name in ("checkpoint-3", "checkpoint-10"):
         assert f"{name} is skipped: it has no complete trainer_state.json" in caplog.text
         with pytest.raises(ValueError, match=r"cannot be resumed: it has no complete trainer_state\.json"):
-            resolve(str(copy / name), str(copy))
-    for wanted in (True, "true", "auto", str(copy / "checkpoint-2")):
-        assert resolve(wanted, str(copy)) == str(copy / "checkpoint-2")
-    assert [resolve(wanted, str(copy / "none")) for wanted in ("auto", None, False)] == [None] * 3
+            resolve(str(copy / name), folder)
+    for requested in (True, "true", "auto", complete):
+        assert resolve(requested, folder) == complete
+    absent = str(copy / "none")
+    for requested in ("auto", None, False):
+        assert resolve(requested, absent) is None
     with pytest.raises(ValueError, match=r"resume_from_checkpoint='last'.*holds no complete checkpoint.*`auto`"):
-        resolve("last", str(copy / "none"))
+        resolve("last", absent)
 
 
 @pytest.mark.parametrize("options", [{"trainer_class": RecordingGRPO}, {"save_only_model": True}], ids=str)
@@ -100,7 +109,7 @@ def test_a_stream_is_resumed_in_any_of_its_passes(tiny_model: str, tmp_path: Pat
         entries, resumed, rest = run(step)
         assert rest == asked[len(asked) - len(rest) :]
         assert entries == log
-        assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+        assert same_weights(resumed, weights)
 
 
 # A second save of the same step
@@ -144,7 +153,7 @@ def test_checkpoint_stays_while_it_is_written_again(tiny_model: str, tmp_path: P
     resumed.train(resume_from_checkpoint="last")
     assert len(resumed.steps) == 1
     one, other = snapshot(resumed.model), snapshot(uninterrupted.model)
-    assert all(one[name].equal(other[name]) for name in other)
+    assert same_weights(one, other)
     assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-5")
     assert list(tmp_path.glob("_checkpoint-*")) == []
 
@@ -169,7 +178,7 @@ def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: st
     ):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
-    assert [entry["step"] for entry in logged(trainer)] == [1, 2, 3, 4]
+    assert metric(trainer, "step") == [1, 2, 3, 4]
 
 
 def test_prompts_may_change_only_at_the_end_of_a_rollout(copy: Path, tiny_model: str, caplog):
@@ -253,6 +262,12 @@ def test_an_optimizer_of_the_same_class_goes_on(tiny_model: str, tmp_path: Path)
 # Other completions per optimizer step or rollout, or passes
 
 
+def rollouts_of(prompts: list[int], size: int) -> list[list[int]]:
+    """Prompts in their order, `size` for each rollout; those that fill none are left out."""
+    n_rollouts = len(prompts) // size
+    return [prompts[number * size : (number + 1) * size] for number in range(n_rollouts)]
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -288,11 +303,7 @@ def test_prompts_go_on_where_they_were_with_other_sizes(tiny_model: str, tmp_pat
     asked(max_steps=3)  # the first six prompts
     rest, args = asked(str(tmp_path / "checkpoint-3"), max_steps=9, **sizes)
     size = args.prompts_per_rollout
-    expected = [
-        epoch[start : start + size]
-        for epoch in (epochs[0][6:], *epochs[1:])
-        for start in range(0, len(epoch) - size + 1, size)
-    ]
+    expected = rollouts_of(epochs[0][6:], size) + rollouts_of(epochs[1], size) + rollouts_of(epochs[2], size)
     assert rest == expected[: len(rest)]
     n_begun = math.ceil(2 / args.optimizer_steps_per_rollout)  # in the steps 4 and 5
     again, _ = asked(str(tmp_path / "checkpoint-5"), max_steps=9, **sizes)

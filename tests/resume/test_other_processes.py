@@ -13,9 +13,27 @@ def cut(*values: int) -> dict[str, int]:
 def micro_batch(*samples: int, width: int, skipped: tuple[bool, ...]) -> dict:
     """Samples that are told apart by their tokens, and whether others count that were left out."""
     ids = torch.tensor(samples)[:, None].repeat(1, width)
-    valid, ratio = torch.ones(len(ids), dtype=torch.bool), torch.zeros(len(ids), 1)
-    rows = {"completion_ids": ids, "opo_valid": valid, "importance_sampling_ratio": ratio, "opo_shape": (1, 2, 3)}
-    return rows | {"opo_skipped": torch.tensor(skipped, dtype=torch.bool)}
+    return {
+        "completion_ids": ids,
+        "opo_valid": torch.ones(len(ids), dtype=torch.bool),
+        "importance_sampling_ratio": torch.zeros(len(ids), 1),
+        "opo_shape": (1, 2, 3),
+        "opo_skipped": torch.tensor(skipped, dtype=torch.bool),
+    }
+
+
+def state(loss: float, calls: list) -> dict:
+    """Of a process, after three of six calls, with the micro-batches of the others."""
+    micro_batches = [None, None, None, *calls]
+    settings = cut(2, 1, 3, 6)
+    pending_loss = torch.tensor(loss)
+    return {
+        "settings": settings,
+        "position": 3,
+        "replay": {},
+        "micro_batches": micro_batches,
+        "pending_loss": pending_loss,
+    }
 
 
 def test_every_process_gets_as_many_samples_of_a_step():
@@ -24,13 +42,11 @@ def test_every_process_gets_as_many_samples_of_a_step():
         [[], [micro_batch(1, 2, width=3, skipped=(True,))], []],
         [[], [], [micro_batch(3, width=5, skipped=(False, True))]],
     )
-    states = [
-        {"settings": cut(2, 1, 3, 6), "position": 3, "replay": {}, "micro_batches": [None] * 3 + of_process}
-        | {"pending_loss": torch.tensor(loss)}
-        for loss, of_process in zip((1.0, 3.0), calls, strict=True)
-    ]
+    states = [state(1.0, calls[0]), state(3.0, calls[1])]
     parts = [divide(states, cut(3, 2, 1, 2), process) for process in range(3)]
-    assert [(part["pending_loss"].item(), part["position"]) for part in parts] == [(2.0, 1)] * 3
+    for part in parts:
+        assert part["pending_loss"] == 2
+        assert part["position"] == 1
     steps = [part["micro_batches"][0] for part in parts]
     filler = [1, 1, 1, 0, 0]
     ids = [[[1, 1, 1, 0, 0], filler], [[2, 2, 2, 0, 0], filler], [[3, 3, 3, 3, 3], filler]]
