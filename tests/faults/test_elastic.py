@@ -120,10 +120,10 @@ def log_of(folder: Path) -> list[dict]:
 
 
 MOVES = [
-    (2, 4, "multi_gpu"),
+    (1, 2, "multi_gpu"),
     *(
         pytest.param(*move, marks=pytest.mark.slow)
-        for move in ((1, 2, "multi_gpu"), (2, 1, "multi_gpu"), (4, 2, "multi_gpu"), (2, 4, "fsdp2"), (4, 2, "fsdp2"))
+        for move in ((2, 4, "multi_gpu"), (2, 1, "multi_gpu"), (4, 2, "multi_gpu"), (2, 4, "fsdp2"), (4, 2, "fsdp2"))
     ),
 ]
 

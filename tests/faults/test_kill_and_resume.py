@@ -39,9 +39,9 @@ QUICK = (
     replace(ONE, name="replay, moving reference", options={**REPLAY, **MOVING}),
     replace(ONE, name="dynamic sampling, LoRA", lora=True, options=DYNAMIC),
     TWO,
-    ZERO3,
 )
 SLOW = (
+    ZERO3,
     replace(ZERO3, name="replay, moving reference, fsdp2", config="fsdp2"),
     replace(TWO, name="replay, zero2, 4 processes", rows=2, processes=4, config="zero2"),
     replace(TWO, name="replay, LoRA, zero3, 4 processes", rows=2, processes=4, config="zero3", lora=True),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+import pytest
 from helpers import USE_CPU, devices_for, environment, several_processes, wait_until
 
 from opo_trl.checks.files import read_lines
@@ -61,6 +62,7 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen, list[
         launcher.wait()
 
 
+@pytest.mark.slow
 def test_launched_run_is_stopped_resumes_and_is_killed(tmp_path: Path):
     run = str(tmp_path / "run")
     with launched(tmp_path) as (launcher, training):

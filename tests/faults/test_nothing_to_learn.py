@@ -88,7 +88,7 @@ def outcome(trainer: RecordingOPO) -> dict:
     }
 
 
-@pytest.mark.parametrize(("config", "processes"), [(None, 1), ("multi_gpu", 4)])
+@pytest.mark.parametrize(("config", "processes"), [(None, 1), pytest.param("multi_gpu", 4, marks=pytest.mark.slow)])
 def test_rollout_without_a_signal_changes_nothing(tiny_model, tmp_path, config, processes):
     status = launch(run, tiny_model, str(tmp_path), processes, config=config, processes=processes, folder=tmp_path)
     assert status == [0] * processes, logs(tmp_path)

@@ -65,6 +65,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"data": [{"id": "policy"}], **mode})
 
     def do_POST(self):
+        if self.server.model is None:  # a status that TRL's client does not try again
+            self.send_error(404)
+            return
         if not self.server.busy.acquire(blocking=False):
             self.server.overlapping += 1
             self.server.busy.acquire()
