@@ -99,7 +99,14 @@ def _describe_log(run: Path) -> dict[str, Any]:
         notes.append(f"Without a verdict, because not in this log: {listed}.")
     size = f"Optimizer steps: {log[-1]['step']:,}. Entries: {len(log):,}."
     summary = [size, *notes, conclusion(verdicts)]
-    return {"name": run.resolve().name, "summary": summary, "accuracies": [], "verdicts": verdicts, "plan": ""}
+    return {
+        "name": run.resolve().name,
+        "summary": summary,
+        "accuracies": [],
+        "verdicts": verdicts,
+        "examples": [],
+        "plan": "",
+    }
 
 
 def _clips_sequences(log: Sequence[Entry]) -> bool:

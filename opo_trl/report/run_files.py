@@ -8,7 +8,7 @@ The folder of a run: its recipe, environment, log and results.
     log.jsonl            one line per logged step: all metrics
     completions.jsonl    completions of the validation problems, over training
     summary.json         accuracies before and after, with intervals
-    report.html          the report: accuracies, verdicts and plan
+    report.html          the report: accuracies, verdicts, a few completions and plan
     checkpoint-*/, model.safetensors, …   as Transformers saves them
 """
 

@@ -23,6 +23,7 @@ from ..checks.secrets import mask, mask_text
 from ..checks.text import one_line, printable
 from . import run_files
 from .diagnostics import conclusion, judge, spark
+from .examples import examples
 
 
 REPORT = "report.html"
@@ -124,11 +125,14 @@ def write_report(folder: Path) -> None:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The content of the report: `name`, `summary` (sentences), `plan`, `accuracies` (rows) and `verdicts`."""
+    """
+    The content of the report: `name`, `summary` (sentences), `plan`, `accuracies` (rows), `verdicts` and `examples`.
+    """
     log = run_files.read_log(folder)
     settings = run_files.read_settings(folder)
     summary = run_files.read_summary(folder)
     plan = files.read_text(folder / run_files.PLAN)
+    completions = files.read_lines(folder / run_files.COMPLETIONS)
     if not settings:
         raise ValueError(
             f"{str(folder)!r} has no {run_files.SETTINGS}, so it is not a run of opo-trl. `opo-trl diagnose` reads "
@@ -143,6 +147,7 @@ def describe(folder: Path) -> dict[str, Any]:
             "summary": [f"{method}.", _progress(log, settings, summary), conclusion(verdicts)],
             "plan": mask_text(plan),
             "accuracies": accuracies(summary),
+            "examples": examples(completions),
             "verdicts": verdicts,
         }
 
@@ -154,7 +159,7 @@ def _named_in_errors(folder: Path) -> Iterator[None]:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         message = one_line(f"{type(error).__name__}: {error}").rstrip(".")
-        names = f"{run_files.SETTINGS}, {run_files.SUMMARY} or the log"
+        names = f"{run_files.SETTINGS}, {run_files.SUMMARY}, {run_files.COMPLETIONS} or the log"
         raise ValueError(f"In {str(folder)!r}, {names} is not as opo-trl writes it: {message}.") from error
 
 

@@ -165,7 +165,7 @@ FORMS = {
 def test_values_of_another_form_are_a_sentence(run, capsys, name, changes):
     write_json(run / name, {**read_json(run / name), **changes})
     assert status_of("report", run) == 2
-    assert f"In {str(run)!r}, settings.json, summary.json or the log is not as" in capsys.readouterr().err
+    assert f"In {str(run)!r}, settings.json, summary.json, completions.jsonl or the log is not as" in capsys.readouterr().err
     assert status_of("several", run) in (0, 2)
 
 
