@@ -14,7 +14,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 
 
 def test_the_table_of_the_page_has_every_entry_of_a_batch():
-    _, section = PAGE.read_text(encoding="utf-8").split("## Entries of a batch")
+    page = PAGE.read_text(encoding="utf-8")
+    _, section = page.split("## Entries of a batch")
     table, _, _ = section.partition("\n## ")
     names = []
     for first_cell in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE):
@@ -23,31 +24,34 @@ def test_the_table_of_the_page_has_every_entry_of_a_batch():
 
 
 def test_a_batch_has_every_entry_of_the_tested_releases_of_trl():
-    assert Batch.__annotations__.keys() >= {*KNOWN_KEYS}
+    assert Batch.__annotations__.keys() >= set(KNOWN_KEYS)
 
 
 def entries_of(first: int, *, width: int) -> dict:
     """Two completions, with a tensor, a table and a list of a user's own that tell them apart."""
-    numbers = torch.arange(first, first + 2)
-    table = numbers[:, None].repeat(1, width)
+    numbers = torch.tensor([first, first + 1])
+    column = numbers.unsqueeze(1)
+    table = column.repeat(1, width)
     return {
-        "prompt_ids": table[:, :1],
-        "prompt_mask": table[:, :1],
+        "prompt_ids": column,
+        "prompt_mask": column,
         "completion_ids": table,
         "completion_mask": torch.ones_like(table),
-        "rewards_per_func": numbers[:, None].float(),
+        "rewards_per_func": column.float(),
         "tensor": numbers,
-        "table": table[:, :, None],
-        "list": [str(number) for number in numbers.tolist()],
+        "table": table.unsqueeze(2),
+        "list": [str(first), str(first + 1)],
     }
 
 
 def test_entries_of_a_users_own_travel_with_their_completions():
     batches = [entries_of(1, width=2), entries_of(3, width=3)]
-    batch = take(concatenate(batches), np.array([3, 0]))
+    all_completions = concatenate(batches)
+    batch = take(all_completions, np.array([3, 0]))
     assert batch["tensor"].tolist() == [4, 1]
     assert batch["list"] == ["4", "1"]
-    assert batch["table"].squeeze(2).tolist() == batch["completion_ids"].tolist() == [[4, 4, 4], [1, 1, 0]]
+    assert batch["completion_ids"].tolist() == [[4, 4, 4], [1, 1, 0]]
+    assert torch.equal(batch["table"].squeeze(2), batch["completion_ids"])
 
 
 def test_tables_of_a_users_own_are_as_wide_as_the_completions():

@@ -28,7 +28,11 @@ SEEN: list[list[int]] = []
 def parity_reward(completions, completion_ids, solution, **kwargs):
     """Record what was generated; `None` for problem 0, otherwise 1.0 or 0.0 by the first token."""
     SEEN.extend(completion_ids)
-    return [None if s == "0" else float(ids[0] % 2) for ids, s in zip(completion_ids, solution, strict=True)]
+    rewards = []
+    for ids, text in zip(completion_ids, solution, strict=True):
+        parity = float(ids[0] % 2)
+        rewards.append(None if text == "0" else parity)
+    return rewards
 
 
 def make_trainer(
@@ -57,20 +61,28 @@ def trainer(tiny_model, tmp_path_factory):
 def test_bounds_of_the_wilson_interval_are_shares_at_which_the_result_is_just_plausible(correct, total):
     z = statistics.NormalDist().inv_cdf(0.975)
     for bound in wilson_interval(correct, total):
-        error = (bound * (1 - bound) / total) ** 0.5
-        assert abs(correct / total - bound) == pytest.approx(z * error, abs=1e-12)
-    assert wilson_interval(0, total)[0] == 0.0
-    assert wilson_interval(total, total)[1] == 1.0
+        variance = bound * (1 - bound) / total
+        distance = abs(correct / total - bound)
+        assert distance == pytest.approx(z * variance**0.5, abs=1e-12)
+    lowest, _ = wilson_interval(0, total)
+    _, highest = wilson_interval(total, total)
+    assert lowest == 0.0
+    assert highest == 1.0
     assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def column(result: Evaluation, name: str) -> list:
+    return [sample[name] for sample in result.samples]
 
 
 def test_every_problem_is_solved_and_counted_once(trainer):
     result = evaluate(trainer, PROBLEMS)
-    assert [sample["prompt"] for sample in result.samples] == PROBLEMS["prompt"]
-    rewards = [sample["reward"] for sample in result.samples]
-    assert rewards[0] is None
-    assert (result.scored, result.unscorable) == (6, 1)
-    assert result.correct == sum(reward == 1.0 for reward in rewards[1:])
+    assert column(result, "prompt") == PROBLEMS["prompt"]
+    first, *others = column(result, "reward")
+    assert first is None
+    assert result.scored == 6
+    assert result.unscorable == 1
+    assert result.correct == others.count(1.0)
     summary = result.summary()
     assert summary["accuracy"] == result.correct / 6
     assert (summary["low"], summary["high"]) == wilson_interval(result.correct, 6)
@@ -79,24 +91,35 @@ def test_every_problem_is_solved_and_counted_once(trainer):
 
 def test_several_completions_of_a_problem_give_an_interval_over_problems(trainer):
     result = evaluate(trainer, PROBLEMS, samples=5)
-    assert [s["prompt"] for s in result.samples] == [prompt for prompt in PROBLEMS["prompt"] for _ in range(5)]
-    assert (result.scored, result.unscorable) == (30, 5)
-    rewards = [[s["reward"] for s in result.samples[i : i + 5]] for i in range(5, 35, 5)]
-    assert 0 < sum(map(sum, rewards)) < 30
+    assert column(result, "prompt") == np.repeat(PROBLEMS["prompt"], 5).tolist()
+    assert result.scored == 30
+    assert result.unscorable == 5
+    rewards = column(result, "reward")[5:]  # without those of problem 0
+    assert 0 < sum(rewards) < 30
+    accuracies = np.mean(np.reshape(rewards, (6, 5)), axis=1)
     summary = result.summary()
-    accuracies = [sum(group) / 5 for group in rewards]
-    assert summary["accuracy"] == pytest.approx(statistics.mean(accuracies))
-    half = 1.959964 * statistics.stdev(accuracies) / 6**0.5
-    expected = [max(summary["accuracy"] - half, 0.0), min(summary["accuracy"] + half, 1.0)]
-    assert [summary["low"], summary["high"]] == pytest.approx(expected, abs=1e-6)
+    mean = statistics.mean(accuracies)
+    assert summary["accuracy"] == pytest.approx(mean)
+    half_width = 1.959964 * statistics.stdev(accuracies) / 6**0.5
+    low = max(mean - half_width, 0.0)
+    high = min(mean + half_width, 1.0)
+    assert summary["low"] == pytest.approx(low, abs=1e-6)
+    assert summary["high"] == pytest.approx(high, abs=1e-6)
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_interval_over_problems_without_spread_is_not_a_point(reward):
     samples = [{"prompt": "", "completion": "", "reward": reward}] * 12
-    result = Evaluation(samples, per_problem=2)
+    summary = Evaluation(samples, per_problem=2).summary()
     expected = wilson_interval(6 * int(reward), 6)
-    assert (result.summary()["low"], result.summary()["high"]) == expected
+    assert (summary["low"], summary["high"]) == expected
+
+
+def most_likely_token(trainer: OPOTrainer, prompt: str) -> int:
+    inputs = trainer.processing_class(prompt, return_tensors="pt")
+    ids = inputs["input_ids"].to(trainer.model.device)
+    logits = trainer.model(input_ids=ids).logits
+    return logits[0, -1].argmax().item()
 
 
 def test_greedy_is_greedy(trainer):
@@ -105,18 +128,18 @@ def test_greedy_is_greedy(trainer):
         SEEN.clear()
         evaluate(trainer, PROBLEMS, decoding="greedy", seed=seed)
         for problem, completion_ids in zip(PROBLEMS, SEEN, strict=True):
-            ids = trainer.processing_class(problem["prompt"], return_tensors="pt")["input_ids"].to(
-                trainer.model.device
-            )
-            assert completion_ids[0] == trainer.model(input_ids=ids).logits[0, -1].argmax().item()
+            assert completion_ids[0] == most_likely_token(trainer, problem["prompt"])
+
+
+def completions_with(trainer: OPOTrainer, seed: int) -> list[str]:
+    result = evaluate(trainer, PROBLEMS, seed=seed)
+    return column(result, "completion")
 
 
 def test_sampling_follows_its_seed(trainer):
-    first, same, other = (
-        [sample["completion"] for sample in evaluate(trainer, PROBLEMS, seed=seed).samples] for seed in (3, 3, 4)
-    )
-    assert first == same
-    assert first != other
+    completions = completions_with(trainer, seed=3)
+    assert completions_with(trainer, seed=3) == completions
+    assert completions_with(trainer, seed=4) != completions
 
 
 def evaluate_greedily(model: str, folder: str) -> None:
@@ -124,8 +147,9 @@ def evaluate_greedily(model: str, folder: str) -> None:
     trainer = make_trainer(model, folder)
     result = evaluate(trainer, PROBLEMS, decoding="greedy")
     if trainer.accelerator.is_main_process:
-        processes = trainer.accelerator.num_processes
-        Path(folder, "result.json").write_text(json.dumps({"processes": processes, "samples": result.samples}))
+        content = {"processes": trainer.accelerator.num_processes, "samples": result.samples}
+        text = json.dumps(content)
+        Path(folder, "result.json").write_text(text)
 
 
 def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_model, tmp_path):
@@ -134,7 +158,8 @@ def test_two_processes_share_the_problems_and_count_each_once(trainer, tiny_mode
     assert launch(evaluate_greedily, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     two = json.loads((tmp_path / "result.json").read_text())
     assert two["processes"] == 2
-    assert two["samples"] == evaluate(trainer, PROBLEMS, decoding="greedy").samples
+    one = evaluate(trainer, PROBLEMS, decoding="greedy")
+    assert two["samples"] == one.samples
 
 
 # Generated and scored as in training
@@ -150,7 +175,8 @@ class TalkativeReward:
     def __call__(self, completion_ids, solution, log_metric, log_extra, **columns):
         log_metric("talk", 1.0)
         log_extra("solution", solution)
-        random.random(), np.random.rand()
+        random.random()
+        np.random.rand()
         return parity_reward(None, completion_ids, solution)
 
 
@@ -159,15 +185,29 @@ def failing_reward(completions, log_metric, **columns):
     raise ArithmeticError("no score")
 
 
+# Attributes of a trainer that hold what it has logged, reported or counted.
+RECORDS = (
+    "_metrics",
+    "_logs",
+    "_pending_metrics",
+    "_pending_extra_logs",
+    "completions_generated",
+    "_reports",
+    "num_generations_eval",
+    "_step",
+    "_reward_failures",
+)
+
+
 def state_of(trainer: GRPOTrainer) -> dict:
     """All that an evaluation might leave behind in a trainer."""
-    records = ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs", "completions_generated")
-    records += ("_reports", "num_generations_eval", "_step", "_reward_failures")
-    kept = {name: copy.deepcopy(vars(trainer)[name]) for name in records if name in vars(trainer)}
+    attributes = vars(trainer)
+    records = {name: copy.deepcopy(attributes[name]) for name in RECORDS if name in attributes}
+    skipped = attributes.get("_skipped", SimpleNamespace())
     return {
-        **kept,
-        "skipped": {**vars(trainer._skipped)} if hasattr(trainer, "_skipped") else {},
-        "attributes": sorted(vars(trainer)),
+        **records,
+        "skipped": dict(vars(skipped)),
+        "attributes": sorted(attributes),
         "decoding": trainer.generation_config.to_dict(),
         "training": {name: module.training for name, module in trainer.model.named_modules()},
         "tokens": trainer.state.num_input_tokens_seen,
@@ -195,7 +235,8 @@ def test_evaluation_leaves_no_trace_in_training(tiny_model, tmp_path, trainer_cl
     before = state_of(trainer)
     for decoding in ("greedy", "sampled"):
         result = evaluate(trainer, PROBLEMS, decoding=decoding)
-        assert (result.scored, result.unscorable) == (6, 1)
+        assert result.scored == 6
+        assert result.unscorable == 1
         assert state_of(trainer) == before
 
 
@@ -212,27 +253,36 @@ class Overriding(OPOTrainer):
     """Changes prompts and completions, and computes its own rewards."""
 
     def _generate_and_score_completions(self, inputs):
-        return super()._generate_and_score_completions(
-            [{**row, "prompt": f"What is {row['prompt']}"} for row in inputs]
-        )
+        questions = [{**row, "prompt": f"What is {row['prompt']}"} for row in inputs]
+        return super()._generate_and_score_completions(questions)
 
     def _generate(self, prompts):
         ids, completion_ids, mask, completions, *others = super()._generate(prompts)
-        return ids, completion_ids, mask, [f"{completion}!" for completion in completions], *others
+        exclamations = [f"{completion}!" for completion in completions]
+        return ids, completion_ids, mask, exclamations, *others
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        rewards = [[float(row["solution"]), torch.inf] for row in inputs]
-        return self.accelerator.gather(torch.tensor(rewards, device=self.accelerator.device))
+        rows = [[float(row["solution"]), torch.inf] for row in inputs]
+        rewards = torch.tensor(rows, device=self.accelerator.device)
+        return self.accelerator.gather(rewards)
 
 
 def test_overrides_of_a_subclass_act_in_evaluation(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, str(tmp_path), trainer_class=Overriding)
     trainer._metrics["train"]["own"].append(torch.ones(1, requires_grad=True) * 2)  # of a graph: no copy can be made
     result = evaluate(trainer, PROBLEMS)
-    assert [sample["prompt"] for sample in result.samples] == [f"What is {prompt}" for prompt in PROBLEMS["prompt"]]
-    assert all(sample["completion"].endswith("!") for sample in result.samples)
-    assert [sample["reward"] for sample in result.samples] == [float(s) for s in PROBLEMS["solution"]]
-    assert (result.correct, result.scored) == (6, 7)
+    assert column(result, "prompt") == [f"What is {prompt}" for prompt in PROBLEMS["prompt"]]
+    for completion in column(result, "completion"):
+        assert completion.endswith("!")
+    assert column(result, "reward") == [float(solution) for solution in PROBLEMS["solution"]]
+    assert result.correct == 6
+    assert result.scored == 7
+
+
+def counts_of_training(trainer: OPOTrainer) -> tuple[int, int, dict]:
+    """Tokens that the model has seen, completions that it has generated, and metrics that are not logged yet."""
+    metrics = dict(trainer._metrics["train"])
+    return trainer.state.num_input_tokens_seen, trainer.completions_generated, metrics
 
 
 def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_path):
@@ -240,29 +290,36 @@ def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_pa
     settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1, **CONTINUOUS}
     trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=even_tokens, **settings)
     trainer.train()
-    before = (trainer.state.num_input_tokens_seen, trainer.completions_generated, dict(trainer._metrics["train"]))
-    trainer.evaluate(PROBLEMS.select(range(4)))
-    logged = {"eval_loss", "eval_completions/mean_length", "eval_reward", "eval_opo/mu"}
-    assert logged <= trainer.state.log_history[-1].keys()
-    after = (trainer.state.num_input_tokens_seen, trainer.completions_generated, dict(trainer._metrics["train"]))
-    assert after == before
+    before = counts_of_training(trainer)
+    four_problems = PROBLEMS.select(range(4))
+    trainer.evaluate(four_problems)
+    metrics = {"eval_loss", "eval_completions/mean_length", "eval_reward", "eval_opo/mu"}
+    assert metrics <= trainer.state.log_history[-1].keys()
+    assert counts_of_training(trainer) == before
     assert not trainer.model.training
     assert trainer._reports == []
 
 
-def test_processes_that_share_an_engine_draw_the_same_numbers():
-    def drawn(process: int, **engine) -> tuple:
+def draws_of_processes(**engine) -> list[tuple[float, float, float]]:
+    """Random numbers of PyTorch, Python and NumPy in each of four processes."""
+    draws = []
+    for process in range(4):
         accelerator = SimpleNamespace(process_index=process, device=torch.device("cpu"))
-        with _own_random_state(SimpleNamespace(accelerator=accelerator, **engine), seed=1):
-            return torch.rand(1).item(), random.random(), np.random.rand()
+        trainer = SimpleNamespace(accelerator=accelerator, **engine)
+        with _own_random_state(trainer, seed=1):
+            draws.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    return draws
 
-    shared = {"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}
-    draws = [drawn(process, **shared) for process in range(4)]
-    assert draws[0] == draws[1] != draws[2] == draws[3]
-    assert len({drawn(process, use_vllm=False) for process in range(4)}) == 4
+
+def test_processes_that_share_an_engine_draw_the_same_numbers():
+    first, second, third, fourth = draws_of_processes(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    assert first == second != third == fourth
+    separate = draws_of_processes(use_vllm=False)
+    assert len(set(separate)) == 4
 
 
 def test_accuracy_without_scores_is_not_zero(trainer):
-    assert math.isnan(evaluate(trainer, PROBLEMS.select([0])).accuracy)
+    unscorable = PROBLEMS.select([0])
+    assert math.isnan(evaluate(trainer, unscorable).accuracy)
     with pytest.raises(ValueError, match=r"decoding='beam'.*'greedy' or 'sampled'"):
         evaluate(trainer, PROBLEMS, decoding="beam")

@@ -13,6 +13,7 @@ from helpers import BACKEND, PRETEND, PROMPTS, SMALL, logged, snapshot
 from invariance.launch import launch, logs
 from PIL import Image
 from tiny_special import vision_model
+from torch.nn.utils import parameters_to_vector
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, EarlyStoppingCallback
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -53,7 +54,9 @@ def train(*arguments, **options) -> OPOTrainer:
     """[`make`], trained."""
     trainer = make(*arguments, **options)
     trainer.train()
-    assert [entry["opo/off_policy_steps"] for entry in logged(trainer)[:2]] == [0, 1]
+    first, second, *_ = logged(trainer)
+    assert first["opo/off_policy_steps"] == 0
+    assert second["opo/off_policy_steps"] == 1
     return trainer
 
 
@@ -67,18 +70,21 @@ def test_metrics_reach_trackio_and_completions_the_terminal(tiny_model, tmp_path
         if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
             monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
     trainer = make(tiny_model, tmp_path, report_to="trackio", project="opo", log_completions=True)
-    evaluate(trainer, CHAT.select(range(2)))  # the run has not begun
-    trainer.evaluate(CHAT.select(range(2)))
+    two_prompts = CHAT.select(range(2))
+    evaluate(trainer, two_prompts)  # the run has not begun
+    trainer.evaluate(two_prompts)
     trainer.train()
-    evaluate(trainer, CHAT.select(range(2)))  # the run is over
+    evaluate(trainer, two_prompts)  # the run is over
     (file,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
-        rows = [json.loads(row) for (row,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
-    chi2 = [row["train/opo/chi2"] for row in rows if "train/opo/chi2" in row]
-    assert chi2 == pytest.approx([entry["opo/chi2"] for entry in logged(trainer)])
+        rows = [json.loads(text) for (text,) in database.execute("SELECT metrics FROM metrics ORDER BY id")]
+    chi2_in_trackio = [row["train/opo/chi2"] for row in rows if "train/opo/chi2" in row]
+    chi2 = [entry["opo/chi2"] for entry in logged(trainer)]
+    assert chi2_in_trackio == pytest.approx(chi2)
     printed = capsys.readouterr().out
     assert "Step 2" in printed
-    assert all(column in printed for column in ("Prompt", "Completion", "length_reward", "Advantage"))
+    for column in ("Prompt", "Completion", "length_reward", "Advantage"):
+        assert column in printed
 
 
 # Rewards and prompts
@@ -86,9 +92,10 @@ def test_metrics_reach_trackio_and_completions_the_terminal(tiny_model, tmp_path
 
 @pytest.mark.skipif(PRETEND, reason="the pretend device has no views in inference mode")
 def test_reward_model_and_function_with_weights(tiny_model, tmp_path):
+    judge = tmp_path / "judge"
     config = AutoConfig.from_pretrained(tiny_model, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
-    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "judge")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(judge)
     lengths = []
 
     def length(completions, **kwargs) -> list[float]:
@@ -99,14 +106,15 @@ def test_reward_model_and_function_with_weights(tiny_model, tmp_path):
         tiny_model,
         tmp_path,
         dataset=CHAT,
-        reward_funcs=[str(tmp_path / "judge"), length],
+        reward_funcs=[str(judge), length],
         reward_weights=[0.5, 2.0],
     )
     first = logged(trainer)[0]
-    judged = first["rewards/judge/mean"]
-    assert judged != 0
-    assert first["rewards/length/mean"] == pytest.approx(statistics.fmean(lengths))
-    assert first["reward"] == pytest.approx(0.5 * judged + 2 * statistics.fmean(lengths))
+    mean_of_judge = first["rewards/judge/mean"]
+    mean_length = statistics.fmean(lengths)
+    assert mean_of_judge != 0
+    assert first["rewards/length/mean"] == pytest.approx(mean_length)
+    assert first["reward"] == pytest.approx(0.5 * mean_of_judge + 2 * mean_length)
     assert first["grad_norm"] > 0
 
 
@@ -120,38 +128,37 @@ def test_images_of_several_sizes(tmp_path):
     images = [Image.new("RGB", size, colour) for size, colour in zip(sizes, colours, strict=True)]
     ask = [{"role": "user", "content": "Which colour?"}]
     dataset = Dataset.from_list([{"prompt": ask, "image": image} for image in images])
-    trainers = []
+    norms = {}
     for planned in (True, False):
         model, processor = vision_model()
         initial = snapshot(model)
-        arguments = {"processing_class": processor}
-        trainers.append(
-            train(
-                model,
-                tmp_path,
-                dataset=dataset,
-                arguments=arguments,
-                plan_micro_batches=planned,
-                gradient_accumulation_steps=2,
-                steps_per_generation=4,
-                log_completions=True,
-            )
+        trainer = train(
+            model,
+            tmp_path,
+            dataset=dataset,
+            arguments={"processing_class": processor},
+            plan_micro_batches=planned,
+            gradient_accumulation_steps=2,
+            steps_per_generation=4,
+            log_completions=True,
         )
+        norms[planned] = [entry["grad_norm"] for entry in logged(trainer)]
         # A checkpoint holds text and numbers only; a tracker could not read an image's name.
-        assert trainers[-1]._logs["images"]
-        checkpoint.save_state(tmp_path, 0, trainers[-1]._state())
-        logs = checkpoint.load_state(tmp_path, 0)["log"]["completions"]
-        assert logs["completion"]
-        assert "images" not in logs
-        moved = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}
-        assert any("visual" in name for name in moved)
-        result = evaluate(trainers[-1], dataset)
+        assert trainer._logs["images"]
+        checkpoint.save_state(tmp_path, 0, trainer._state())
+        completions = checkpoint.load_state(tmp_path, 0)["log"]["completions"]
+        assert completions["completion"]
+        assert "images" not in completions
+        changed = {name for name, value in snapshot(model).items() if not torch.equal(value, initial[name])}
+        assert any("visual" in name for name in changed)
+        result = evaluate(trainer, dataset)
         assert result.scored == len(images)
-        asked = json.loads(json.dumps(result.samples))[0]["prompt"]  # as saved in the run folder
-        assert asked[0]["content"] == [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
-    norms = [[entry["grad_norm"] for entry in logged(trainer)] for trainer in trainers]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    assert min(norms[0]) > 0
+        in_run_folder = json.dumps(result.samples)
+        first, *_ = json.loads(in_run_folder)
+        (turn,) = first["prompt"]
+        assert turn["content"] == [{"type": "image"}, {"type": "text", "text": "Which colour?"}]
+    assert norms[True] == pytest.approx(norms[False], rel=1e-4)
+    assert min(norms[True]) > 0
 
 
 def train_mixed_images(folder: str) -> None:
@@ -175,25 +182,29 @@ def train_mixed_images(folder: str) -> None:
         anchor_correction="length_normalized",
         top_entropy_quantile=0.5,
     )
-    entries, original = [], trainer._micro_batches
+    original = trainer._micro_batches
+    have_images = []
 
     def micro_batches(steps, until_update):
-        entries.extend("pixel_values" in rows for rows in steps)
+        have_images.extend("pixel_values" in rows for rows in steps)
         return original(steps, until_update)
 
     trainer._micro_batches = micro_batches
     trainer.train()
     rank = trainer.accelerator.process_index
-    parameters = torch.cat([parameter.detach().cpu().flatten() for parameter in trainer.model.parameters()])
-    torch.save({"images": entries, "parameters": parameters}, Path(folder) / f"{rank}.pt")
+    parameters = parameters_to_vector(trainer.model.parameters())
+    content = {"images": have_images, "parameters": parameters.detach().cpu()}
+    torch.save(content, Path(folder) / f"{rank}.pt")
 
 
 def test_images_on_one_process_and_none_on_the_other(tmp_path):
     """TRL omits the entries of images where there are none, so all processes must agree on what to gather."""
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 120.0}
     assert launch(train_mixed_images, str(tmp_path), **where) == [0, 0], logs(tmp_path)
-    one, other = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    assert any(a != b for a, b in zip(one["images"], other["images"], strict=True)), "no rollout was mixed"
+    one = torch.load(tmp_path / "0.pt", weights_only=True)
+    other = torch.load(tmp_path / "1.pt", weights_only=True)
+    assert len(one["images"]) == len(other["images"])
+    assert one["images"] != other["images"], "no rollout was mixed"
     assert torch.allclose(one["parameters"], other["parameters"])
 
 
@@ -207,13 +218,15 @@ def row_rewards(model: str, folder: str) -> None:
     """Mean rewards of evaluations whose last batch is not full, on two datasets."""
     held_out = {}
     for name, size in SIZES.items():
-        worths = [float(row) for row in range(size)]
-        held_out[name] = PLAIN.select(range(size)).add_column("worth", worths)
+        rows = PLAIN.select(range(size))
+        worths = list(map(float, range(size)))
+        held_out[name] = rows.add_column("worth", worths)
     sizes = {"per_device_eval_batch_size": 2, "num_generations_eval": 2}
     trainer = make(model, folder, reward_funcs=reward_of_row, arguments={"eval_dataset": held_out}, **sizes)
     metrics = trainer.evaluate()
     if trainer.accelerator.is_main_process:
-        Path(folder, "metrics.json").write_text(json.dumps(metrics))
+        text = json.dumps(metrics)
+        Path(folder, "metrics.json").write_text(text)
 
 
 def reward_of_row(worth, **kwargs) -> list[float]:
@@ -226,7 +239,8 @@ def test_evaluations_log_the_mean_reward_of_their_own_rows_under_their_own_names
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     for name, rows in SIZES.items():
         mean_worth = (rows - 1) / 2
-        assert metrics[f"eval_{name}_reward"] == metrics[f"eval_{name}_rewards/reward_of_row/mean"] == mean_worth
+        assert metrics[f"eval_{name}_reward"] == mean_worth
+        assert metrics[f"eval_{name}_rewards/reward_of_row/mean"] == mean_worth
         assert f"eval_{name}_opo/chi2" in metrics
     beginnings = ("eval_a_", "eval_b_", "epoch", "eval_model_prep")
     assert not [name for name in metrics if not name.startswith(beginnings)]
@@ -241,11 +255,23 @@ def falling(completions, trainer_state, **kwargs) -> list[float]:
 def test_best_model_and_early_stopping_follow_the_reward_by_default(tiny_model, tmp_path):
     callbacks = [EarlyStoppingCallback(early_stopping_patience=2)]
     arguments = {"eval_dataset": PLAIN.select(range(2)), "callbacks": callbacks}
-    often = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
-    often |= {"load_best_model_at_end": True, "num_generations_eval": 2}
-    trainer = make(tiny_model, tmp_path, reward_funcs=falling, arguments=arguments, **often)
+    trainer = make(
+        tiny_model,
+        tmp_path,
+        reward_funcs=falling,
+        arguments=arguments,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=6,
+        load_best_model_at_end=True,
+        num_generations_eval=2,
+    )
     trainer.train()
-    assert (trainer.state.best_global_step, trainer.state.best_metric, trainer.state.global_step) == (2, 1.0, 4)
+    assert trainer.state.best_global_step == 2
+    assert trainer.state.best_metric == 1.0
+    assert trainer.state.global_step == 4
     trainer._last_loaded_step = 4  # of vLLM's weights
     trainer._load_best_model()
     assert trainer._last_loaded_step != 4

@@ -21,15 +21,24 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def outputs_of(notebook) -> list:
+    outputs = []
+    for cell in code_cells(notebook):
+        outputs += cell.outputs
+    return outputs
+
+
 def text_of(notebook) -> str:
     """All text output of the cells."""
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-    return "\n".join(o.get("text") or o.get("data", {}).get("text/markdown", "") for o in outputs)
+    texts = []
+    for output in outputs_of(notebook):
+        formats = output.get("data", {})
+        texts.append(output.get("text") or formats.get("text/markdown", ""))
+    return "\n".join(texts)
 
 
 def pictures(notebook) -> int:
-    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
-    return sum("image/png" in output.get("data", {}) for output in outputs)
+    return sum("image/png" in output.get("data", {}) for output in outputs_of(notebook))
 
 
 def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
@@ -61,14 +70,15 @@ def test_install_cell_installs_tested_releases_beside_the_torch_that_is_there(tm
     package, dependencies = commands
     assert package[-2:] == ["--no-deps", ".."]
     assert dependencies[5:7] == ["--constraint", "constraints.txt"]
-    required = {Requirement(each).name for each in dependencies[7:]}
-    assert {"trl", "transformers", "matplotlib"} <= required
-    assert any(each.startswith("trl[peft]") for each in dependencies[7:])
-    assert "torch" not in required
-    written = (tmp_path / "constraints.txt").read_text().splitlines()
+    requirements = dependencies[7:]
+    names = {Requirement(text).name for text in requirements}
+    assert {"trl", "transformers", "matplotlib"} <= names
+    assert any(text.startswith("trl[peft]") for text in requirements)
+    assert "torch" not in names
+    torch_constraint, *constraints = (tmp_path / "constraints.txt").read_text().splitlines()
     tested = (FOLDER.parent / "constraints.txt").read_text().splitlines()
-    assert written[0] == f"torch=={version('torch')}"
-    assert written[1:] == [line for line in tested if not line.startswith("torch==")]
+    assert torch_constraint == f"torch=={version('torch')}"
+    assert constraints == [line for line in tested if not line.startswith("torch==")]
 
 
 @pytest.mark.slow
@@ -94,12 +104,13 @@ def test_geometry_runs():
 def test_stored_notebook_is_one_run_from_top_to_bottom(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    assert [cell.execution_count for cell in code_cells(notebook)] == list(range(1, len(code_cells(notebook)) + 1))
-    for cell in code_cells(notebook):
-        for output in cell.outputs:
-            assert output.output_type != "error"
-            assert output.get("name") != "stderr", output.text
+    for number, cell in enumerate(code_cells(notebook), 1):
+        assert cell.execution_count == number
+    for output in outputs_of(notebook):
+        assert output.output_type != "error"
+        assert output.get("name") != "stderr", output.text
     assert pictures(notebook)
     assert not re.search(r"/(home|root|tmp|work|usr|Users)/|[Ww]arning", text_of(notebook))
     assert notebook.metadata.keys() == {"kernelspec", "language_info"}
-    assert {key for cell in notebook.cells for key in cell.metadata} <= {"tags"}
+    for cell in notebook.cells:
+        assert cell.metadata.keys() <= {"tags"}

@@ -19,11 +19,14 @@ def test_log_survives_a_kill_in_mid_line_and_a_crash_of_the_machine(tmp_path):
     whole = log.read_bytes()
     line = '{"step": 6, "said": "χ²"}'.encode()
     for end in (1, 9, len(line) - 3):
-        log.write_bytes(whole + line[:end])
-        assert [line["step"] for line in read_lines(log)] == [0, 1, 2, 3, 4, 5]
+        cut_line = line[:end]
+        log.write_bytes(whole + cut_line)
+        entries = read_lines(log)
+        assert [entry["step"] for entry in entries] == [0, 1, 2, 3, 4, 5]
     log.write_bytes(whole + b"\0" * 512)
     assert len(read_lines(log)) == 6
-    log.write_bytes(line[:9] + b"\n" + whole)
+    cut_line_at_first = line[:9] + b"\n"
+    log.write_bytes(cut_line_at_first + whole)
     with pytest.raises(ValueError, match=r"log.jsonl' cannot be read: line 1: "):
         read_lines(log)
 
@@ -34,12 +37,14 @@ def test_completion_of_any_characters_stays_in_its_line_and_controls_no_terminal
     write_lines(log, entries[:2])
     append_lines(log, entries[2:])
     assert read_lines(log) == entries
-    assert len(log.read_text(encoding="utf-8").splitlines()) == 4  # for readers that are less careful
-    shown = printable(HOSTILE)
-    assert shown.encode()
-    assert shown.split("\n")[1].isprintable()
-    assert shown.endswith("😀χ²")
-    assert "\\x1b[2J" in shown
+    lines = log.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 4  # for readers that are less careful
+    text = printable(HOSTILE)
+    assert text.encode()
+    _, last_line = text.split("\n")
+    assert last_line.isprintable()
+    assert text.endswith("😀χ²")
+    assert "\\x1b[2J" in text
 
 
 def test_file_is_replaced_as_a_whole(tmp_path):

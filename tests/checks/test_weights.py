@@ -50,10 +50,13 @@ def damage(source: Path, folder: Path, drop: Callable[[str], bool], **config) ->
     """A copy of a model with other entries in its configuration, and without the tensors that `drop` names."""
     shutil.copytree(source, folder)
     for file in folder.glob("*.safetensors"):
-        tensors = {name: tensor for name, tensor in load_file(file).items() if not drop(name)}
+        complete = load_file(file)
+        tensors = {name: tensor for name, tensor in complete.items() if not drop(name)}
         save_file(tensors, file, metadata={"format": "pt"})
-    saved = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(saved | config))
+    config_file = folder / "config.json"
+    fields = json.loads(config_file.read_text())
+    fields.update(config)
+    config_file.write_text(json.dumps(fields))
     return str(folder)
 
 
@@ -89,21 +92,24 @@ def test_trainer_rejects_a_reward_model(tiny_model, tmp_path):
 
 
 def test_a_model_that_would_not_be_trained_is_rejected_before_it_trains(tiny_model, tmp_path, capsys):
-    def loaded(**options):
-        return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), adapter, **options)
+    def load_adapter(**options):
+        base = AutoModelForCausalLM.from_pretrained(tiny_model)
+        return PeftModel.from_pretrained(base, adapter, **options)
 
     adapter = tmp_path / "adapter"
     base = AutoModelForCausalLM.from_pretrained(tiny_model)
     get_peft_model(base, LoraConfig(r=2)).save_pretrained(adapter)
     frozen = AutoModelForCausalLM.from_pretrained(tiny_model).requires_grad_(False)
-    for model, beta in ((loaded(), 0.0), (loaded(), 0.1), (loaded().merge_and_unload(), 0.0), (frozen, 0.0)):
+    merged = load_adapter().merge_and_unload()
+    for model, beta in ((load_adapter(), 0.0), (load_adapter(), 0.1), (merged, 0.0), (frozen, 0.0)):
         trainer = make_trainer(model, tmp_path / "run", beta=beta)
         with pytest.raises(ValueError, match=r"model='.*' would not be trained: .*is_trainable=True.*requires_grad_"):
             trainer.train()
     assert "training plan" not in capsys.readouterr().out
     trainer.model.requires_grad_(True)  # also what is changed after the trainer is made counts
     trainer.train()
-    make_trainer(loaded(is_trainable=True), tmp_path / "run", beta=0.1).train()
+    trainable = load_adapter(is_trainable=True)
+    make_trainer(trainable, tmp_path / "run", beta=0.1).train()
 
 
 def test_an_optimizer_of_other_weights_is_rejected(tiny_model, tmp_path):

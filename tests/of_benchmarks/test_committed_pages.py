@@ -12,23 +12,42 @@ from benchmarks.objectives.__main__ import FRESH, RECORD, read
 
 
 RESULTS = claims.HERE / "results"
+
+
+def offline_page():
+    runs = offline.read(offline.Run, offline.RECORD)
+    return offline.page(runs)
+
+
+def real_model_page():
+    runs = real_model.read(real_model.Run, real_model.RECORD)
+    return real_model.page(runs)
+
+
+def update_phase_page():
+    results = json.loads(update_phase.RESULTS.read_text())
+    return update_phase.page(results)
+
+
 PAGES = {
     "claims.md": claims.page,
-    "offline.md": lambda: offline.page(offline.read(offline.Run, offline.RECORD)),
-    "real_model.md": lambda: real_model.page(real_model.read(real_model.Run, real_model.RECORD)),
-    "update_phase.md": lambda: update_phase.page(json.loads(update_phase.RESULTS.read_text())),
+    "offline.md": offline_page,
+    "real_model.md": real_model_page,
+    "update_phase.md": update_phase_page,
 }
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_that_of_its_record(name):
-    assert PAGES[name]() == (RESULTS / name).read_text()
+    committed = (RESULTS / name).read_text()
+    assert PAGES[name]() == committed
 
 
 def test_tables_within_a_page_are_what_the_program_gives():
     page = (RESULTS / "saturation.md").read_text()
     for name, table in saturation.tables().items():
-        assert re.findall(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, flags=re.DOTALL) == [table]
+        tables_of_page = re.findall(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, flags=re.DOTALL)
+        assert tables_of_page == [table]
 
 
 def test_objectives_are_on_their_pages(tmp_path):
@@ -36,12 +55,15 @@ def test_objectives_are_on_their_pages(tmp_path):
     pages = ("README.md", "docs/objectives.md")
     for page in pages:
         shutil.copy(report.ROOT / page, tmp_path / page)
-    found, fresh = read(RECORD), read(FRESH)
-    assert fresh.keys() == {*design.of_fresh_seeds(found)}
-    report.write_report(found, fresh, tmp_path, tmp_path)
-    assert (tmp_path / "objectives.md").read_text() == RECORD.with_suffix(".md").read_text()
+    recorded = read(RECORD)
+    of_fresh_seeds = read(FRESH)
+    assert of_fresh_seeds.keys() == set(design.of_fresh_seeds(recorded))
+    report.write_report(recorded, of_fresh_seeds, tmp_path, tmp_path)
+    committed_report = RECORD.with_suffix(".md").read_text()
+    assert (tmp_path / "objectives.md").read_text() == committed_report
     for page in pages:
-        assert (tmp_path / page).read_text() == (report.ROOT / page).read_text()
+        committed = (report.ROOT / page).read_text()
+        assert (tmp_path / page).read_text() == committed
 
 
 def test_committed_runs_name_no_path_of_the_machine_that_made_them():

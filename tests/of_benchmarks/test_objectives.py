@@ -22,40 +22,63 @@ MU = 0.3
 @pytest.mark.parametrize("target", [-2.0, 1.5])
 def test_force_is_weight_times_push_less_pull_back(weight, pull_back, moved, target):
     ratio = math.exp(moved)
-    weights = {"one": 1.0, "bounded": min(ratio, 2), "tapered": 1.0 if target >= 0 else min(ratio, 1)}
-    pull_backs = {"none": 0.0, "log": MU * moved, "chi2": MU * (min(ratio, 2) - 1)}
-    found = force(CELLS[f"escort-{weight}-{pull_back}"], moved=moved, target=target, mu=MU)
-    assert found == pytest.approx(weights[weight] * (MU * target - pull_backs[pull_back]), abs=1e-12)
+    bounded = min(ratio, 2)
+    tapered = 1.0 if target >= 0 else min(ratio, 1)
+    weights = {"one": 1.0, "bounded": bounded, "tapered": tapered}
+    pull_backs = {"none": 0.0, "log": MU * moved, "chi2": MU * (bounded - 1)}
+    expected = weights[weight] * (MU * target - pull_backs[pull_back])
+    computed = force(CELLS[f"escort-{weight}-{pull_back}"], moved=moved, target=target, mu=MU)
+    assert computed == pytest.approx(expected, abs=1e-12)
+
+
+def pushes(push, groups):
+    objective = CELLS[f"{push}-bounded-log"](ObjectiveConfig(mu=MU))
+    return objective.targets(groups).target
+
+
+def pushes_of_opo(groups):
+    objective = OPO(ObjectiveConfig(mu=MU))
+    return objective.targets(groups).target
 
 
 @pytest.mark.parametrize("push", PUSHES)
 def test_push_is_centred_over_the_group(push):
     rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 0], dtype=torch.float64)
-    rows = rewards.view(2, 4)
-    advantages = ((rows - rows.mean(1, keepdim=True)) / rows.std(1, keepdim=True)).flatten()
-    groups = Groups(advantages=advantages, rewards=rewards, valid=torch.ones(8).bool(), num_generations=4)
-    args = ObjectiveConfig(mu=MU)
-    escort = OPO(args).targets(groups).target
-    expected = {"reward": (rows - rows.mean(1, keepdim=True)).flatten() / MU, "advantage": advantages / MU}
-    found = CELLS[f"{push}-bounded-log"](args).targets(groups).target
-    assert torch.allclose(found, expected.get(push, escort))
+    by_group = rewards.view(2, 4)
+    centred = by_group - by_group.mean(1, keepdim=True)
+    standardized = centred / by_group.std(1, keepdim=True)
+    advantages = standardized.flatten()
+    valid = torch.ones(8, dtype=torch.bool)
+    groups = Groups(advantages=advantages, rewards=rewards, valid=valid, num_generations=4)
+    if push == "reward":
+        expected = centred.flatten() / MU
+    elif push == "advantage":
+        expected = advantages / MU
+    else:
+        expected = pushes_of_opo(groups)
+    assert torch.allclose(pushes(push, groups), expected)
 
 
 def test_run_measures_a_trained_objective(monkeypatch, tmp_path):
     monkeypatch.setitem(training.REGIMES, "short", training.Regime(2, lag=1, passes=2))
     threads = torch.get_num_threads()
-    found = []
+    accuracies = []
     for rate in (1e-12, 1e-3):
         run = training.Run("reward-bounded-chi2", "short", rate, 0.1, 1, tuning=True)
-        found.append(training._train(run, CELLS[run.objective], "mu", {}, None, str(tmp_path)))
+        results = training._train(run, CELLS[run.objective], "mu", {}, None, str(tmp_path))
+        accuracies.append(results["sampled"])
     torch.set_num_threads(threads)
-    assert 0.3 < found[0]["sampled"] < 0.7  # of the base model
-    assert found[0]["sampled"] != found[1]["sampled"]
+    of_base_model, of_trained_model = accuracies
+    assert 0.3 < of_base_model < 0.7
+    assert of_base_model != of_trained_model
 
 
 def test_default_of_the_configuration_is_what_the_second_rule_chooses():
-    found = read(RECORD)
-    assert report.is_admissible(design.PAPER, found)
-    simpler = design.FORMS[: design.FORMS.index(design.PAPER)]
-    assert all(report.beats_today(name, found) <= report.beats_today(design.PAPER, found) for name in simpler)
-    assert force(OPO, moved=1.5, target=2.0) == pytest.approx(force(CELLS[design.PAPER], moved=1.5, target=2.0))
+    recorded = read(RECORD)
+    assert report.is_admissible(design.PAPER, recorded)
+    wins = report.beats_today(design.PAPER, recorded)
+    place = design.FORMS.index(design.PAPER)
+    for simpler in design.FORMS[:place]:
+        assert report.beats_today(simpler, recorded) <= wins
+    force_of_paper = force(CELLS[design.PAPER], moved=1.5, target=2.0)
+    assert force(OPO, moved=1.5, target=2.0) == pytest.approx(force_of_paper)

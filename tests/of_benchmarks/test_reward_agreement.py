@@ -32,27 +32,46 @@ def no_logs():
 def committed() -> dict[str, list[int]]:
     """Source → numbers of its row."""
     page = reward_agreement.PAGE.read_text(encoding="utf-8")
-    block = re.search(r"<!-- agreement -->\n(.*?)<!-- end -->", page, re.DOTALL)[1]
-    rows = re.findall(r"^\| ([^|]+) \| (\d.*) \|$", block, re.MULTILINE)
-    return {source: [int(number) for number in numbers.split(" | ")] for source, numbers in rows}
+    (block,) = re.findall(r"<!-- agreement -->\n(.*?)<!-- end -->", page, re.DOTALL)
+    table = {}
+    for source, numbers in re.findall(r"^\| ([^|]+) \| (\d.*) \|$", block, re.MULTILINE):
+        table[source] = list(map(int, numbers.split(" | ")))
+    return table
+
+
+def by_source(verdicts: list[dict]) -> Counter:
+    """Source → number of verdicts."""
+    return Counter(verdict["source"] for verdict in verdicts)
+
+
+def unequal(verdicts: list[dict]) -> list[dict]:
+    return [verdict for verdict in verdicts if not verdict["equal"]]
+
+
+def answer_of(verdict: dict) -> tuple[str, str]:
+    return verdict["gold"], verdict["answer"]
+
+
+def column(committed: dict[str, list[int]], place: int) -> dict[str, int]:
+    """Source → number in that column; without the sum over the sources."""
+    return {source: numbers[place] for source, numbers in committed.items() if source != "all"}
 
 
 def test_the_committed_table_is_of_the_committed_verdicts(committed: dict[str, list[int]]):
     verdicts = reward_agreement.published()
-    of_source = Counter(verdict["source"] for verdict in verdicts)
-    wrong = Counter(verdict["source"] for verdict in verdicts if not verdict["equal"])
-    assert {*of_source, "all"} == {*committed} == {*reward_agreement.SOURCES, "all"}
-    assert {source: (numbers[0], numbers[3]) for source, numbers in committed.items() if source != "all"} == {
-        source: (of_source[source], wrong[source]) for source in of_source
-    }
-    assert len({(verdict["gold"], verdict["answer"]) for verdict in verdicts}) == len(verdicts) >= 800
+    counts = by_source(verdicts)
+    assert set(committed) == {*counts, "all"} == {*reward_agreement.SOURCES, "all"}
+    assert column(committed, 0) == counts
+    assert column(committed, 3) == by_source(unequal(verdicts))
+    distinct = set(map(answer_of, verdicts))
+    assert len(distinct) == len(verdicts) >= 800
 
 
 def test_few_wrong_answers_are_accepted(committed: dict[str, list[int]], monkeypatch):
     for limit in ("PARSING_LIMIT", "VERIFYING_LIMIT"):
         monkeypatch.setattr(accuracy, limit, 1.0)  # some of them reach both limits
-    wrong = [verdict for verdict in reward_agreement.published() if not verdict["equal"]]
-    accepted = [(verdict["gold"], verdict["answer"]) for verdict in wrong if reward_agreement.ours(verdict) == 1]
+    wrong = unequal(reward_agreement.published())
+    accepted = [answer_of(verdict) for verdict in wrong if reward_agreement.ours(verdict) == 1]
     assert accepted == ACCEPTED
     assert committed["all"][4] == len(ACCEPTED)
 
@@ -60,5 +79,5 @@ def test_few_wrong_answers_are_accepted(committed: dict[str, list[int]], monkeyp
 @pytest.mark.slow
 def test_the_committed_agreement_is_reproduced(committed: dict[str, list[int]]):
     verdicts = reward_agreement.published()
-    agreed = Counter(verdict["source"] for verdict in verdicts if reward_agreement.ours(verdict) == verdict["equal"])
-    assert agreed == {source: numbers[1] for source, numbers in committed.items() if source != "all"}
+    agreed = [verdict for verdict in verdicts if reward_agreement.ours(verdict) == verdict["equal"]]
+    assert by_source(agreed) == column(committed, 1)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from torch.nn.utils import parameters_to_vector
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -10,54 +11,80 @@ from opo_trl.updates import shared_prompts
 
 
 PROMPTS = [[9, 8, 7, 6, 5], [9, 8, 7, 4], [9, 8, 7, 6, 3, 2]]
-P, T = 6, 4
+P = 6
+T = 4
 
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=40, **shape, initializer_range=0.3)).double()
+    config = LlamaConfig(vocab_size=40, **shape, initializer_range=0.3)
+    return LlamaForCausalLM(config).double()
+
+
+def make_batch():
+    """Two completions of each prompt, of which the second has one token; prompts are padded to P, completions to T."""
+    lengths = np.array([(5, 4), (5, 1), (4, 2), (4, 1), (6, 3), (6, 1)])
+    prompt_lengths, completion_lengths = np.hsplit(lengths, 2)
+    ids = torch.randint(10, 40, (len(lengths), P + T))
+    for i, prompt in enumerate(PROMPTS):
+        of_prompt = ids[2 * i : 2 * i + 2]
+        of_prompt[:, P - len(prompt) : P] = torch.tensor(prompt)
+    positions = np.arange(P + T)
+    is_token = (positions >= P - prompt_lengths) & (positions < P + completion_lengths)
+    mask = torch.from_numpy(is_token).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :P] = -100
+    position_ids = mask.cumsum(1).sub(1).clamp(0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": position_ids}
+    samples = {"prompt_ids": ids[:, :P], "completion_ids": ids[:, P:]}
+    prompts = np.repeat(np.arange(3), 2)
+    samples |= shared_prompts.arrange(samples, lengths, prompts)
+    return inputs, samples
+
+
+def gradient_of(model):
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return parameters_to_vector(gradients)
 
 
 def test_log_probabilities_and_gradient_are_those_of_separate_prompts(monkeypatch):
     model = make_model()
     add_fused_lm_head(model, outputs=("log_probs",))
-    lengths = np.array([(len(prompt), n) for prompt, n in zip(PROMPTS, (4, 2, 3), strict=True) for n in (n, 1)])
-    ids = torch.randint(10, 40, (len(lengths), P + T))
-    for row, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(2)):
-        ids[row, P - len(prompt) : P] = torch.tensor(prompt)
-    column = np.arange(P + T)
-    mask = torch.from_numpy((column >= P - lengths[:, :1]) & (column < P + lengths[:, 1:])).long()
-    labels = ids.masked_fill(mask == 0, -100)
-    labels[:, :P] = -100
-    positions = mask.cumsum(1).sub(1).clamp(0)
-    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": positions}
-    samples = {"prompt_ids": ids[:, :P], "completion_ids": ids[:, P:]}
-    samples |= shared_prompts.arrange(samples, lengths, np.repeat(np.arange(3), 2))
-    tokens, found = [], []
-    model.model.register_forward_pre_hook(
-        lambda module, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True
-    )
+    inputs, samples = make_batch()
+    token_counts = []
+
+    def count_tokens(module, args, inputs):
+        token_counts.append(inputs["input_ids"].numel())
+
+    model.model.register_forward_pre_hook(count_tokens, with_kwargs=True)
+    results = []
     for shared in (shared_prompts._shared, shared_beginning._shared):
         monkeypatch.setattr(shared_prompts, "_shared", shared)
         model.zero_grad()
-        logps = shared_prompts.model_for(model, samples)(**inputs, fused_lm_head=True)["log_probs"]
-        (logps * torch.arange(logps.numel()).view_as(logps)).sum().backward()
-        found.append((logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters()])))
-    (logps, gradient), (own, own_gradient) = found
-    assert logps.abs().max() > 1
-    assert torch.allclose(own, logps, atol=1e-12)
-    assert torch.allclose(own_gradient, gradient, atol=1e-9 * gradient.norm().item())
-    assert tokens[1] <= tokens[0] - 2 * 3
+        sharing_model = shared_prompts.model_for(model, samples)
+        logps = sharing_model(**inputs, fused_lm_head=True)["log_probs"]
+        weights = torch.arange(logps.numel()).view_as(logps)
+        (logps * weights).sum().backward()
+        results.append((logps.detach(), gradient_of(model)))
+    (expected_logps, expected_gradient), (logps, gradient) = results
+    assert expected_logps.abs().max() > 1
+    assert torch.allclose(logps, expected_logps, atol=1e-12)
+    tolerance = 1e-9 * expected_gradient.norm().item()
+    assert torch.allclose(gradient, expected_gradient, atol=tolerance)
+    separate_prompts, common_beginning = token_counts
+    assert common_beginning <= separate_prompts - 2 * 3
+
+
+def completions_of(sample):
+    options = {"max_tokens": 6, "temperature": 1.0, "eos": torch.tensor([1])}
+    generator = torch.Generator().manual_seed(3)
+    return sample(make_model(), PROMPTS * 5, **options, generator=generator)
 
 
 def test_completions_are_those_of_separate_prompts():
-    model = make_model()
-    options = {"max_tokens": 6, "temperature": 1.0, "eos": torch.tensor([1])}
-    (ids, logps), (own, own_logps) = (
-        sample(model, PROMPTS * 5, **options, generator=torch.Generator().manual_seed(3))
-        for sample in (sampling.sample, shared_beginning.sample)
-    )
-    assert torch.equal(own, ids)
-    assert torch.allclose(own_logps, logps, atol=1e-12)
-    assert len(ids.unique()) > 10
+    expected_ids, expected_logps = completions_of(sampling.sample)
+    ids, logps = completions_of(shared_beginning.sample)
+    assert torch.equal(ids, expected_ids)
+    assert torch.allclose(logps, expected_logps, atol=1e-12)
+    assert len(expected_ids.unique()) > 10

@@ -18,12 +18,16 @@ needs_packages = pytest.mark.skipif(
 @needs_packages
 def test_folder_loads_as_any_other(tmp_path):
     smollm2.main(["--output", str(tmp_path)])
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert (model.num_parameters(), len(tokenizer)) == (134_515_008, 49_152)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert model.num_parameters() == 134_515_008
+    assert len(tokenizer) == 49_152
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
     turns = [{"role": "user", "content": "Hi"}]
-    shown = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    assert shown.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    prompt = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     inputs = tokenizer("31 + 46 = 77\n58 + 27 = 85\n64 + 73 = 137\n30 + 20 =", return_tensors="pt")
-    completion = model.generate(**inputs, max_new_tokens=4, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    assert tokenizer.decode(completion).strip().isdigit()
+    generated = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    prompt_length = inputs["input_ids"].shape[1]
+    completion = tokenizer.decode(generated[0, prompt_length:])
+    assert completion.strip().isdigit()

@@ -30,19 +30,28 @@ def test_a_killed_or_failed_run_ends_no_other(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(forked, "set_forkserver_preload", lambda modules: None)
     monkeypatch.setattr(staged, "multiprocessing", SimpleNamespace(get_context=lambda method: forked))
     file = tmp_path / "runs.jsonl"
-    assert run_missing([lambda: [] if file.read_text() else [1, 2, 3, 4, 5]], killed_or_failed, file, jobs=2) == 1
-    assert sorted(json.loads(line)["run"] for line in file.read_text().splitlines()) == [1, 5]
+
+    def next_runs():
+        return [] if file.read_text() else [1, 2, 3, 4, 5]
+
+    assert run_missing([next_runs], killed_or_failed, file, jobs=2) == 1
+    finished = map(json.loads, file.read_text().splitlines())
+    assert sorted(row["run"] for row in finished) == [1, 5]
     assert "3 failed" in capfd.readouterr().err
 
 
 def test_recorded_runs_are_those_that_the_plans_ask_for():
-    found = read(Run, RECORD)
-    assert not [cell for cell in design.cells() if design.stages(*cell).next_runs(found)]
-    found = read(offline.Run, offline.RECORD)
-    cells = [(task, name) for task in ("arithmetic", "spell_backward") for name in offline.OBJECTIVES]
-    assert not [cell for cell in cells if offline.stages(*cell).next_runs(found)]
+    recorded = read(Run, RECORD)
+    for cell in design.cells():
+        assert not design.stages(*cell).next_runs(recorded)
+    recorded = read(offline.Run, offline.RECORD)
+    for task in ("arithmetic", "spell_backward"):
+        for name in offline.OBJECTIVES:
+            assert not offline.stages(task, name).next_runs(recorded)
     # With rates at the edge of their region, which is then extended; seventeen cells are finished.
-    assert not [cell for cell in bounds.cells()[:17] if bounds.next_runs(*cell)]
+    finished_cells = bounds.cells()[:17]
+    for cell in finished_cells:
+        assert not bounds.next_runs(*cell)
 
 
 @pytest.mark.parametrize("tuning", [True, False])
@@ -53,9 +62,12 @@ def test_command_line_asks_for_what_the_plan_says(method, task, tuning, tmp_path
     script, args, _, _ = parse(run.command_line(tmp_path))
     assert script.levels == script.report_levels == [task]
     assert script.dataset_test_split == ("validation" if tuning else "test")
-    assert (args.learning_rate, args.seed, args.generation_batch_size) == (2e-5, 3, real_model.COMPLETIONS)
+    assert args.learning_rate == 2e-5
+    assert args.seed == 3
+    assert args.generation_batch_size == real_model.COMPLETIONS
     assert args.max_completions == (384 if tuning else 768)
-    assert (args.num_iterations, args.max_staleness) == ((2, 0) if method == "GRPO" else (4, 8))
+    passes_and_staleness = (2, 0) if method == "GRPO" else (4, 8)
+    assert (args.num_iterations, args.max_staleness) == passes_and_staleness
 
 
 def test_holm_goes_on_until_the_first_that_does_not_remain():

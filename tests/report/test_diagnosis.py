@@ -5,6 +5,7 @@ import math
 import random
 import re
 import sys
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 from opo_trl.checks import files
 from opo_trl.checks.files import write_json
 from opo_trl.command.cli import main
-from opo_trl.report import logs as diagnosis
+from opo_trl.report import logs
 from opo_trl.report.callback import Diagnose
 from opo_trl.report.diagnostics import judge
 from opo_trl.report.logs import read
 
 
-ROOT = Path(__file__).resolve().parents[2]
+EVIDENCE = Path(__file__).resolve().parents[2] / "benchmarks" / "evidence"
 
 
 @pytest.fixture(scope="module")
@@ -32,62 +33,141 @@ def truncated(tiny_model, tmp_path_factory) -> tuple[Path, list[dict]]:
     from trackio.sqlite_storage import SQLiteStorage
 
     folder = tmp_path_factory.mktemp("runs") / "truncated"
+    options = {
+        "trainer_class": RecordingGRPO,
+        "max_completion_length": 6,
+        "max_steps": 12,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "save_only_model": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "report_to": "trackio",
+        "project": "tested",
+    }
+    eval_dataset = Dataset.from_dict({"prompt": PROMPTS})
+    arguments = {"rollout_func": None, "reward_funcs": even_tokens, "eval_dataset": eval_dataset}
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in [*sys.modules.items()]:
-            if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
-                patch.setattr(module, "TRACKIO_DIR", folder.parent / "trackio")
-        options = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True, "max_completion_length": 6}
-        options |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4, "max_steps": 12}
-        options |= {"report_to": "trackio", "project": "tested", "trainer_class": RecordingGRPO}
-        arguments = {"rollout_func": None, "reward_funcs": even_tokens}
-        arguments["eval_dataset"] = Dataset.from_dict({"prompt": PROMPTS})
+        set_trackio_folder(patch, folder.parent / "trackio")
         trained(tiny_model, folder, trainer_arguments=arguments, **options)
-        found = SQLiteStorage.query_project("tested", "SELECT * FROM metrics ORDER BY id")
-    return folder, found["rows"]
+        metrics = SQLiteStorage.query_project("tested", "SELECT * FROM metrics ORDER BY id")
+    return folder, metrics["rows"]
+
+
+def set_trackio_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
+            patch.setattr(module, "TRACKIO_DIR", folder)
 
 
 def entries(path: Path) -> list[dict]:
-    return read(path)[0]
+    log, _ = read(path)
+    return log
 
 
-def words(capsys, run: Path, *more: str) -> tuple[int, dict[str, str], str]:
+def diagnose(capsys, run: Path, *options: str) -> tuple[int, dict[str, str], str]:
     """Exit status of the command, the verdict on each subject, and all that is printed."""
-    status = main(["diagnose", str(run), *more])
+    status = main(["diagnose", str(run), *options])
     printed = capsys.readouterr().out
-    lines = [line.split() for line in printed.splitlines()[1:]]
-    return status, {" ".join(line[1:3]): line[0] for line in lines if line[0] != "–"}, printed
+    verdicts = {}
+    for line in printed.splitlines()[1:]:
+        verdict, *words = line.split()
+        if verdict != "–":
+            subject = " ".join(words[:2])
+            verdicts[subject] = verdict
+    return status, verdicts, printed
 
 
-def rows_of(*steps: int, **more: float) -> list[dict]:
+def verdicts_of(capsys, run: Path) -> dict[str, str]:
+    _, verdicts, _ = diagnose(capsys, run)
+    return verdicts
+
+
+def rows_at(*steps: int, **more: float) -> list[dict]:
     return [{"step": step, "reward": step / 10, "grad_norm": 1.0, "step_time": 2.0, **more} for step in steps]
 
 
-def written(path: Path, rows: list) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def rows_from(first: int, last: int, **more: float) -> list[dict]:
+    """A row for each step, `last` included."""
+    return rows_at(*range(first, last + 1), **more)
+
+
+def write_lines(path: Path, rows: list) -> Path:
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
     return path
 
 
-def changed(rows: list[dict], last: int, **values) -> list[dict]:
-    """The rows, with other values in the last ones."""
-    return [*rows[:-last], *({**row, **values} for row in rows[-last:])]
+def write_state(folder: Path, global_step: object, log: list[dict]) -> None:
+    write_json(folder / "trainer_state.json", {"global_step": global_step, "log_history": log})
 
 
-def noisy(reward) -> list[dict]:
+def with_last(rows: list[dict], count: int, **values) -> list[dict]:
+    """The rows, with other values in the last `count` of them."""
+    last = [{**row, **values} for row in rows[-count:]]
+    return rows[:-count] + last
+
+
+def column(log: list[dict], name: str) -> list:
+    return [entry.get(name) for entry in log]
+
+
+def noisy(reward: Callable[[int], float]) -> list[dict]:
+    """200 steps with a reward by step, and noise on it."""
     rng = random.Random(0)
-    return [{**row, "reward": reward(row["step"]) + rng.gauss(0, 0.05)} for row in rows_of(*range(1, 201))]
+    rows = rows_from(1, 200)
+    for row in rows:
+        row["reward"] = reward(row["step"]) + rng.gauss(0, 0.05)
+    return rows
 
 
-OLD = [{"step": i, "learning_rate": 1e-5, "grad_norm": 1.0, "reward": i / 10, "kl": 0.1} for i in range(1, 31)]
-OLD = [{**row, "completion_length": 9.0} for row in OLD]  # without `step_time` and `frac_reward_zero_std`
-SOLVED = [{**row, "reward": min(row["step"] / 25, 1), "frac_reward_zero_std": 0.3} for row in rows_of(*range(1, 31))]
-CLIPS = {"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 1.0}
-EIGHT = rows_of(*range(1, 9))
+def reward_lost_after_140_steps(step: int) -> float:
+    if step < 140:
+        return 0.2 + 0.5 * step / 200
+    return 0.2
+
+
+def reward_that_stays_at_its_height(step: int) -> float:
+    return min(step / 40, 0.9)
+
+
+def old_rows() -> list[dict]:
+    """The log of an old release of TRL, without `step_time` and `frac_reward_zero_std`."""
+    constant = {"learning_rate": 1e-5, "grad_norm": 1.0, "kl": 0.1, "completion_length": 9.0}
+    return [{"step": step, "reward": step / 10, **constant} for step in range(1, 31)]
+
+
+def solved_rows() -> list[dict]:
+    rows = rows_from(1, 30, frac_reward_zero_std=0.3)
+    for row in rows:
+        row["reward"] = min(row["step"] / 25, 1)
+    return rows
+
+
+def alternating_rewards() -> list[dict]:
+    rows = rows_from(1, 60)
+    for row in rows:
+        row["reward"] = 0.5 + 0.1 * (row["step"] % 2)
+    return rows
+
+
+OLD = old_rows()
+SOLVED = solved_rows()
+EIGHT = rows_from(1, 8)
+NO_GRADIENT_AT_FIRST = rows_from(1, 8, grad_norm=0.0) + rows_from(9, 60, grad_norm=0.5)
+# The first run crashed after step 16; its successor resumed from step 6.
+CRASHED = EIGHT + rows_from(9, 16, reward=0.0)
+RESUMED = rows_from(7, 12)
+HUGE = with_last(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300) + EIGHT[4:]
+CLIPS = {"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 0.3}
+CLIPS_OF_GSPO = {"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 1.0}
 ENDED = {"step": 12, "reward": 0.9, "step_time": 2.0, "train_runtime": 30.0}
 
 # Log → exit status, verdicts by subject, and what else is printed.
 LOGS = {
     "dead groups": (
-        rows_of(*range(1, 13), reward=1.0, grad_norm=0.0, frac_reward_zero_std=1.0),
+        rows_from(1, 12, reward=1.0, grad_norm=0.0, frac_reward_zero_std=1.0),
         1,
         {"Zero-variance groups": "wrong", "Gradient norm": "wrong", "Reward went": "look"},
         [
@@ -97,55 +177,55 @@ LOGS = {
         ],
     ),
     "clipped": (
-        rows_of(*range(1, 25), **{"clip_ratio/region_mean": 0.2, "clip_ratio/high_max": 0.3}),
+        rows_from(1, 24, **CLIPS),
         0,
         {"Clipped ratios": "look", "Reward went": "healthy"},
         ["Healthy: at most 0.01 on average. Use completions for fewer passes"],
     ),
-    "clipped whole, as in GSPO": (rows_of(*range(1, 11), **CLIPS), 0, {"Clipped ratios": "healthy"}, []),
+    "clipped whole, as in GSPO": (rows_from(1, 10, **CLIPS_OF_GSPO), 0, {"Clipped ratios": "healthy"}, []),
     "never scored": (
-        rows_of(*range(1, 9), reward=None, frac_reward_zero_std=0.0),
+        rows_from(1, 8, reward=None, frac_reward_zero_std=0.0),
         1,
         {"Zero-variance groups": None},
         ["`reward` was not a number in 8 of 8 entries."],
     ),
-    "solved": (changed(SOLVED, 5, frac_reward_zero_std=1.0), 0, {"Zero-variance groups": "look"}, []),
-    "crashed": (changed(SOLVED, 5, frac_reward_zero_std=1.0, reward=0.0), 1, {"Zero-variance groups": "wrong"}, []),
+    "solved": (with_last(SOLVED, 5, frac_reward_zero_std=1.0), 0, {"Zero-variance groups": "look"}, []),
+    "crashed": (with_last(SOLVED, 5, frac_reward_zero_std=1.0, reward=0.0), 1, {"Zero-variance groups": "wrong"}, []),
     "crashed, resumed": (
-        [*EIGHT, *changed(rows_of(*range(9, 17)), 8, reward=0.0), *rows_of(*range(7, 13))],
+        CRASHED + RESUMED,
         0,
         {"Reward went": "healthy"},
         ["Optimizer steps: 12."],
     ),
-    "lost reward": (noisy(lambda step: 0.2 + 0.5 * step / 200 * (step < 140)), 0, {"Reward went": "look"}, []),
-    "reward that stays": (noisy(lambda step: min(step / 40, 0.9)), 0, {"Reward went": "healthy"}, []),
+    "lost reward": (noisy(reward_lost_after_140_steps), 0, {"Reward went": "look"}, []),
+    "reward that stays": (noisy(reward_that_stays_at_its_height), 0, {"Reward went": "healthy"}, []),
     "gradient of 0 at first": (
-        [{**row, "grad_norm": 0.0 if row["step"] < 9 else 0.5} for row in rows_of(*range(1, 61))],
+        NO_GRADIENT_AT_FIRST,
         0,
         {"Gradient norm": "healthy"},
         [],
     ),
     "TRL 0.14, gradient lost": (
-        changed(OLD, 10, grad_norm=math.nan),
+        with_last(OLD, 10, grad_norm=math.nan),
         1,
         {},
         ["`grad_norm` was not a number in 10 of 30 entries"],
     ),
-    "rest at the end": ([*rows_of(*range(1, 12), learning_rate=1e-5), ENDED], 0, {"Gradient norm": "healthy"}, []),
+    "rest at the end": ([*rows_from(1, 11, learning_rate=1e-5), ENDED], 0, {"Gradient norm": "healthy"}, []),
     "few metrics": (
-        rows_of(*range(1, 9), entropy=1.0),
+        rows_from(1, 8, entropy=1.0),
         0,
         {},
         ["Without a verdict, because not in this log: clip_ratio, "],
     ),
     "huge": (
-        [*changed(EIGHT[:4], 1, reward=1e39, grad_norm=-1e300), *EIGHT[4:]],
+        HUGE,
         0,
         {"Reward went": None},
         ["too early to say, the interval holds 0."],
     ),
     "nine steps": (
-        rows_of(*range(1, 10), **{"completions/clipped_ratio": 1.0, "entropy": 1.0}),
+        rows_from(1, 9, **{"completions/clipped_ratio": 1.0, "entropy": 1.0}),
         0,
         dict.fromkeys(["Reward went", "Truncated completions", "Entropy per", "Gradient norm"]),
         [
@@ -154,43 +234,43 @@ LOGS = {
         ],
     ),
     "one step without a signal": (
-        rows_of(1, frac_reward_zero_std=1.0, entropy=1.0),
+        rows_at(1, frac_reward_zero_std=1.0, entropy=1.0),
         1,
         {"Zero-variance groups": "wrong"},
         ["Wrong: 1 of 1 diagnostics, `frac_reward_zero_std`. Too early to say: `reward`, `entropy`, `grad_norm`."],
     ),
     "ten steps": (
-        rows_of(*range(10), **{"completions/clipped_ratio": 1.0}),
+        rows_from(0, 9, **{"completions/clipped_ratio": 1.0}),
         0,
         {"Reward went": "healthy", "Truncated completions": "look", "Gradient norm": "healthy"},
         ["Look at 1 of 3 diagnostics: `completions/clipped_ratio`."],
     ),
     "ten steps without any gradient": (
-        rows_of(*range(10), grad_norm=0.0),
+        rows_from(0, 9, grad_norm=0.0),
         1,
         {"Reward went": "healthy", "Gradient norm": "wrong"},
         ["Gradient norm was exactly 0 in all 10 entries: nothing was trained."],
     ),
     "ten steps in two entries": (
-        rows_of(5, 10, frac_reward_zero_std=0.5),
+        rows_at(5, 10, frac_reward_zero_std=0.5),
         0,
         {"Zero-variance groups": "healthy"},
         ["Healthy: 1 of 3 diagnostics. Too early to say: `reward`, `grad_norm`."],
     ),
     "the last ten steps": (
-        rows_of(*range(501, 511)),
+        rows_from(501, 510),
         0,
         {"Reward went": "healthy"},
         ["All 2 diagnostics are healthy"],
     ),
     "nine steps, mostly unscored": (
-        [*rows_of(1, frac_reward_zero_std=0.5), *rows_of(9, frac_reward_zero_std=0.5)],
+        rows_at(1, 9, frac_reward_zero_std=0.5),
         0,
         {"Zero-variance groups": None},
         [],
     ),
     "no rise yet": (
-        [{**row, "reward": 0.5 + 0.1 * (row["step"] % 2)} for row in rows_of(*range(1, 61))],
+        alternating_rewards(),
         0,
         {"Reward went": None, "Gradient norm": "healthy"},
         ["too early to say, the interval holds 0.", "Healthy: 1 of 2 diagnostics. Too early to say: `reward`."],
@@ -202,19 +282,36 @@ def _in_train(rows: list[dict]) -> list[dict]:
     return [{f"train/{name}": value for name, value in row.items()} for row in rows]
 
 
-def _parts(row: dict) -> list[dict]:
+def _verl_file(rows: list[dict]) -> list[dict]:
+    return [{"step": row["training/global_step"], "data": row} for row in rows]
+
+
+def _verl_wandb(rows: list[dict]) -> list[dict]:
+    """With `_step`, the number of a call of wandb, which verl calls several times a step."""
+    return [{"_step": 7 * row["training/global_step"], **row} for row in rows]
+
+
+def _with_prefix(row: dict, *prefixes: str) -> dict:
+    return {name: value for name, value in row.items() if name.startswith(prefixes)}
+
+
+def _prime_rl_parts(rows: list[dict]) -> list[dict]:
     """Prime-rl's orchestrator and trainer log rows of their own."""
-    kinds = (("reward", "is_truncated"), ("entropy",), ("optim",))
-    found = [{name: row[name] for name in row if name == "step" or name.startswith(kind)} for kind in kinds]
-    return [{**found[0], "effective_batch_size/all": 0.6}, *found[1:]]
+    parts = []
+    for row in rows:
+        orchestrated = _with_prefix(row, "step", "reward", "is_truncated")
+        parts.append({**orchestrated, "effective_batch_size/all": 0.6})
+        parts.append(_with_prefix(row, "step", "entropy"))
+        parts.append(_with_prefix(row, "step", "optim"))
+    return parts
 
 
 _VERL = "training/global_step critic/score/mean response_length/clip_ratio actor/entropy actor/grad_norm actor/lr"
 # How other trainers log: step, reward, share of truncated completions, entropy, gradient norm and learning rate.
 SHAPES = {
     # `FileLogger` in verl/utils/tracking.py, `compute_data_metrics` in verl/trainer/ppo/metric_utils.py, of verl 0.7
-    "verl": (_VERL, lambda rows: [{"step": row["training/global_step"], "data": row} for row in rows]),
-    "verl, wandb": (_VERL, lambda rows: [{"_step": 7 * row["training/global_step"], **row} for row in rows]),
+    "verl": (_VERL, _verl_file),
+    "verl, wandb": (_VERL, _verl_wandb),
     # prime-rl 0.8.0 (559b447)
     "prime-rl": (
         "step agg/effective/agent/reward/mean agg/effective/agent/is_truncated/mean entropy/all/mean optim/grad_norm "
@@ -224,7 +321,7 @@ SHAPES = {
     # `MetricsBuilder` in src/prime_rl/orchestrator/metrics.py at 0b9e252
     "prime-rl, earlier": (
         "step reward/all/mean is_truncated/all/mean entropy/all/mean optim/grad_norm optim/lr",
-        lambda rows: [part for row in rows for part in _parts(row)],
+        _prime_rl_parts,
     ),
     # openrlhf/trainer/ppo_utils/loggers.py at 82c060e, openrlhf/trainer/ray/ppo_actor.py at 012aae8
     "OpenRLHF": ("global_step reward response_clip_ratio entropy_loss ppo_clip_ratio actor_lr", _in_train),
@@ -232,33 +329,47 @@ SHAPES = {
 }
 
 
+def healthy_rows(names: list[str], solves: bool) -> list[dict]:
+    """60 steps of a run whose reward rises, to 0.95 if it `solves` the task, under the names of `SHAPES`."""
+    rng = random.Random(1)
+    rise = 0.65 if solves else 0.1
+    # OpenRLHF logs no gradient norm. In its place is the share of clipped ratios, of which only little is healthy.
+    scale = 0.005 if "ppo_clip_ratio" in names else 0.5
+    rows = []
+    for step in range(1, 61):
+        reward = 0.3 + rise * step / 60 + rng.gauss(0, 0.02)
+        truncated = rng.uniform(0, 0.1)
+        entropy = 0.5 - 0.3 * step / 60
+        gradient_norm = scale * rng.uniform(0.5, 1)
+        values = (step, reward, truncated, entropy, gradient_norm, 1e-6)
+        row = zip(names, values, strict=True)
+        rows.append(dict(row))
+    return rows
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("solves", [True, False])
 def test_healthy_log_of_another_trainer_is_healthy(tmp_path, capsys, shape, solves):
-    names, shaped = SHAPES[shape]
-    names, rng, rows = names.split(), random.Random(1), []
-    for step in range(1, 61):
-        reward = 0.3 + (0.65 if solves else 0.1) * step / 60 + rng.gauss(0, 0.02)
-        small = 0.005 if "ppo_clip_ratio" in names else 0.5  # which is in the place of the gradient norm
-        values = (step, reward, rng.uniform(0, 0.1), 0.5 - 0.3 * step / 60, small * rng.uniform(0.5, 1), 1e-6)
-        rows.append(dict(zip(names, values, strict=True)))
-    status, verdicts, printed = words(capsys, written(tmp_path / "run.jsonl", shaped(rows)))
+    spaced_names, in_shape = SHAPES[shape]
+    names = spaced_names.split()
+    rows = healthy_rows(names, solves)
+    status, verdicts, printed = diagnose(capsys, write_lines(tmp_path / "run.jsonl", in_shape(rows)))
     assert status == 0
     assert len(verdicts) >= 4, printed
-    assert {*verdicts.values()} == {"healthy"}, printed
-    wrong = [dict(row) for row in rows]
-    for row in wrong[30:]:
-        row[names[2]] = 1.0  # cut off
-        row[names[1]] = 0.0
-    assert words(capsys, written(tmp_path / "run.jsonl", shaped(wrong)))[0] == 1
+    assert set(verdicts.values()) == {"healthy"}, printed
+    _, reward, truncated, *_ = names
+    wrong = with_last(rows, 30, **{truncated: 1.0, reward: 0.0})
+    status, _, _ = diagnose(capsys, write_lines(tmp_path / "run.jsonl", in_shape(wrong)))
+    assert status == 1
 
 
 def test_callback_prints_verdicts_while_a_trainer_of_trl_trains(tiny_model, tmp_path, capsys):
     arguments = {"callbacks": [Diagnose(steps=4)], "rollout_func": None, "reward_funcs": even_tokens}
     options = {"max_steps": 8, "max_completion_length": 6, "trainer_class": RecordingGRPO}
-    trained(tiny_model, tmp_path, trainer_arguments=arguments, **options).train()  # twice
+    trainer = trained(tiny_model, tmp_path, trainer_arguments=arguments, **options)
+    trainer.train()  # a second time
     printed = capsys.readouterr().out
-    steps = [line.split(".")[0] for line in printed.splitlines() if line.startswith("Step ")]
+    steps = re.findall(r"^(Step .*?)\.", printed, re.MULTILINE)
     assert steps == ["Step 4", "Step 8"] * 2
     assert "Step 4. Wrong: 1 of 1 diagnostics, `completions/clipped_ratio`. Too early to say: `reward`, " in printed
     assert "wrong    Truncated completions were 100% at the end" in printed
@@ -266,124 +377,158 @@ def test_callback_prints_verdicts_while_a_trainer_of_trl_trains(tiny_model, tmp_
 
 @pytest.mark.parametrize("name", LOGS)
 def test_verdicts_on_a_log(tmp_path, capsys, name):
-    rows, status, verdicts, says = LOGS[name]
-    found, said, printed = words(capsys, written(tmp_path / "log.jsonl", rows))
-    assert (found, {subject: said.get(subject) for subject in verdicts}) == (status, verdicts), printed
-    for text in says:
+    rows, expected_status, expected_verdicts, texts = LOGS[name]
+    status, verdicts, printed = diagnose(capsys, write_lines(tmp_path / "log.jsonl", rows))
+    assert status == expected_status, printed
+    for subject, expected in expected_verdicts.items():
+        assert verdicts.get(subject) == expected, printed
+    for text in texts:
         assert text in printed
 
 
 @pytest.mark.parametrize("method", ["grpo", "dapo", "gspo"])
 def test_committed_runs_that_learn_are_within_the_bounds(capsys, method):
-    logs = sorted((ROOT / "benchmarks" / "evidence").glob(f"*/{method}/seed-*/log.jsonl.gz"))
-    assert len(logs) >= 15
-    for log in logs:
-        status, said, _ = words(capsys, log)
+    committed = sorted(EVIDENCE.glob(f"*/{method}/seed-*/log.jsonl.gz"))
+    assert len(committed) >= 15
+    for log in committed:
+        status, verdicts, _ = diagnose(capsys, log)
         assert status == 0
-        assert said["Clipped ratios"] == said["Reward went"] == said["Gradient norm"] == "healthy"
+        for subject in ("Clipped ratios", "Reward went", "Gradient norm"):
+            assert verdicts[subject] == "healthy"
 
 
 def test_run_of_trl_and_its_page(truncated, tmp_path, capsys):
+    run, _ = truncated
     page = tmp_path / "diagnosis.html"
-    before = sorted(truncated[0].rglob("*"))
-    status, said, printed = words(capsys, truncated[0], "--output", str(page))
-    assert sorted(truncated[0].rglob("*")) == before
-    assert (status, said["Truncated completions"]) == (1, "wrong")
-    assert said["Zero-variance groups"] == said["Entropy per"] == said["Gradient norm"] == "healthy"
-    assert f"Read: {truncated[0]}/checkpoint-12/trainer_state.json." in printed
-    text = unescape(re.sub("<.*?>", "", page.read_text()))
+    files_before = sorted(run.rglob("*"))
+    status, verdicts, printed = diagnose(capsys, run, "--output", str(page))
+    assert sorted(run.rglob("*")) == files_before
+    assert status == 1
+    assert verdicts["Truncated completions"] == "wrong"
+    for subject in ("Zero-variance groups", "Entropy per", "Gradient norm"):
+        assert verdicts[subject] == "healthy"
+    assert f"Read: {run}/checkpoint-12/trainer_state.json." in printed
+    html = page.read_text()
+    text = unescape(re.sub("<.*?>", "", html))
     for line in printed.splitlines()[1:-1]:
-        assert line[9:].replace("`", "").partition(" Healthy:")[0] in text
-    assert re.search(r'class="poor">\s*wrong', page.read_text())
+        after_verdict = line[9:].replace("`", "")
+        sentence, _, _ = after_verdict.partition(" Healthy:")
+        assert sentence in text
+    assert re.search(r'class="poor">\s*wrong', html)
+
+
+def write_exports(folder: Path, rows: list[dict]) -> None:
+    """The rows of trackio, as it exports them and as wandb would, which numbers all calls."""
+    export = json.dumps({"columns": list(rows[0]), "rows": rows})
+    (folder / "trackio.json").write_text(export)
+    calls = []
+    for i, row in enumerate(rows):
+        metrics = json.loads(row["metrics"])
+        calls.append({"_step": i, "_timestamp": 1.7e9 + i, **metrics})
+    frame = pd.DataFrame(calls)
+    histogram = {"_type": "histogram", "bins": [0, 1]}
+    frame["gradients/layer"] = [histogram] * len(frame)
+    frame.to_csv(folder / "run.csv")
+    frame.to_csv(folder / "run.csv.gz", encoding="utf-8-sig")
+    frame.to_json(folder / "records.json", orient="records")
+    frame.to_json(folder / "lines.jsonl", orient="records", lines=True)
+
+
+def sentences(log: list[dict]) -> list[str]:
+    return [verdict.sentence for verdict in judge(log, {})]
 
 
 def test_exports_say_what_trl_has_kept(truncated, tmp_path):
-    """The rows of trackio, as it exports them and as wandb would, which numbers all calls."""
     folder, rows = truncated
-    (tmp_path / "trackio.json").write_text(json.dumps({"columns": [*rows[0]], "rows": rows}))
-    plain = [json.loads(row["metrics"]) for row in rows]
-    frame = pd.DataFrame({"_step": i, "_timestamp": 1.7e9 + i, **row} for i, row in enumerate(plain))
-    frame["gradients/layer"] = [{"_type": "histogram", "bins": [0, 1]}] * len(frame)
-    frame.to_csv(tmp_path / "run.csv")
-    frame.to_csv(tmp_path / "run.csv.gz", encoding="utf-8-sig")
-    frame.to_json(tmp_path / "records.json", orient="records")
-    frame.to_json(tmp_path / "lines.jsonl", orient="records", lines=True)
-    kept = entries(folder)
-    assert [entry["step"] for entry in kept] == [*range(1, 13)]
+    write_exports(tmp_path, rows)
+    log_of_trl = entries(folder)
+    assert column(log_of_trl, "step") == list(range(1, 13))
     for path in sorted(tmp_path.iterdir()):
         log = entries(path)
-        assert len(log) == len(kept)
-        for entry, own in zip(log, kept, strict=True):
-            for name in own.keys() - {"epoch"}:
-                assert entry[name] == pytest.approx(own[name], abs=1e-9)
+        assert len(log) == len(log_of_trl)
+        for entry, entry_of_trl in zip(log, log_of_trl, strict=True):
+            for name in entry_of_trl.keys() - {"epoch"}:
+                assert entry[name] == pytest.approx(entry_of_trl[name], abs=1e-9)
             assert not [name for name in entry if "eval" in name]
-        assert [v.sentence for v in judge(log, {})] == [v.sentence for v in judge(kept, {})]
+        assert sentences(log) == sentences(log_of_trl)
 
 
 def test_rows_of_a_step_are_merged_and_of_a_step_that_comes_again_the_later_ones_count(tmp_path):
-    more = [{"step": row["step"], "step_time": 2.0, "own": 1.0} for row in EIGHT]  # of a callback
-    evaluations = [{"step": row["step"], "eval_loss": 0.1, "reward": -1.0} for row in EIGHT]
-    rows = [*EIGHT, *more, *evaluations, *changed(rows_of(7, 8, 9), 3, reward=9.0)]
-    log = entries(written(tmp_path / "log.jsonl", rows))
-    assert [entry["reward"] for entry in log] == [*(row["reward"] for row in EIGHT[:6]), 9.0, 9.0, 9.0]
-    assert [entry.get("own") for entry in log] == [1.0] * 8 + [None]
+    steps = list(range(1, 9))
+    of_callback = [{"step": step, "step_time": 2.0, "own": 1.0} for step in steps]
+    evaluations = [{"step": step, "eval_loss": 0.1, "reward": -1.0} for step in steps]
+    rows = EIGHT + of_callback + evaluations + rows_at(7, 8, 9, reward=9.0)
+    log = entries(write_lines(tmp_path / "log.jsonl", rows))
+    assert column(log, "reward") == [*column(EIGHT[:6], "reward"), 9.0, 9.0, 9.0]
+    assert column(log, "own") == [1.0] * 8 + [None]
     random.Random(0).shuffle(EIGHT)
-    assert [entry["step"] for entry in entries(written(tmp_path / "log.jsonl", EIGHT))] == [*range(1, 9)]
+    log = entries(write_lines(tmp_path / "log.jsonl", EIGHT))
+    assert column(log, "step") == steps
 
 
 def test_a_checkpoint_of_ours_is_judged_as_its_run_and_an_export_beside_it_is_not(tmp_path, capsys):
     write_json(tmp_path / "settings.json", {"max_staleness": 8})
-    (tmp_path / "checkpoint-8").mkdir()
-    log = rows_of(*range(1, 13), **{"opo/ratio/ess": 0.3})
-    written(tmp_path / "log.jsonl", log)
-    for path in (tmp_path / "checkpoint-8", tmp_path):
-        assert words(capsys, path)[1]["Effective sample"] == "healthy"
-    assert words(capsys, written(tmp_path / "other.jsonl", log))[1]["Effective sample"] == "look"
+    checkpoint = tmp_path / "checkpoint-8"
+    checkpoint.mkdir()
+    log = rows_from(1, 12, **{"opo/ratio/ess": 0.3})
+    write_lines(tmp_path / "log.jsonl", log)
+    for path in (checkpoint, tmp_path):
+        assert verdicts_of(capsys, path)["Effective sample"] == "healthy"
+    export = write_lines(tmp_path / "other.jsonl", log)
+    assert verdicts_of(capsys, export)["Effective sample"] == "look"
 
 
 def test_newest_checkpoint_is_read_unless_training_went_further(tmp_path):
     for folder, step in (("checkpoint-9", 9), ("checkpoint-10", 10), (".", 12)):
         (tmp_path / folder).mkdir(exist_ok=True)
-        log = rows_of(*range(1, step + 1))
-        write_json(tmp_path / folder / "trainer_state.json", {"global_step": step, "log_history": log})
+        log = rows_from(1, step)
+        write_state(tmp_path / folder, step, log)
         assert len(entries(tmp_path)) == step
     assert len(entries(tmp_path / "checkpoint-9")) == 9
-    (tmp_path / "checkpoint-10").rename(tmp_path / "replaced-checkpoint-99")  # of an earlier run
-    write_json(tmp_path / "replaced-checkpoint-99" / "trainer_state.json", {"global_step": 99, "log_history": log})
-    write_json(tmp_path / "trainer_state.json", {"global_step": 3, "log_history": log[:3]})
+    of_an_earlier_run = tmp_path / "replaced-checkpoint-99"
+    (tmp_path / "checkpoint-10").rename(of_an_earlier_run)
+    write_state(of_an_earlier_run, 99, log)
+    write_state(tmp_path, 3, log[:3])
     assert len(entries(tmp_path)) == 9
 
 
-def state(folder: Path, **changes) -> Path:
+def make_run(folder: Path, global_step: object = 12) -> Path:
+    """A folder with a state of 12 rows."""
     folder.mkdir(exist_ok=True)
-    log = rows_of(*range(1, 13))
-    write_json(folder / "trainer_state.json", {"global_step": 12, "log_history": log, **changes})
+    write_state(folder, global_step, rows_from(1, 12))
     return folder
 
 
 def test_links_of_the_user_are_followed_and_links_in_the_folder_are_not(tmp_path, capsys):
-    elsewhere = state(tmp_path / "elsewhere", global_step=99)
-    run = state(tmp_path / "run")
+    elsewhere = make_run(tmp_path / "elsewhere", global_step=99)
+    run = make_run(tmp_path / "run")
+    state = run / "trainer_state.json"
     for name, target in (("checkpoint-99", elsewhere), ("checkpoint-up", ".."), ("checkpoint-12", ".")):
         (run / name).symlink_to(target)
-    (tmp_path / "latest").symlink_to("run")
-    (tmp_path / "log.json").symlink_to(run / "trainer_state.json")
-    for path in ("latest", "log.json"):
-        assert words(capsys, tmp_path / path)[1]["Reward went"] == "healthy"
-    assert read(run)[1] == [f"Read: {run / 'trainer_state.json'}."]
-    (run / "trainer_state.json").unlink()
+    link_to_run = tmp_path / "latest"
+    link_to_state = tmp_path / "log.json"
+    link_to_run.symlink_to("run")
+    link_to_state.symlink_to(state)
+    for path in (link_to_run, link_to_state):
+        assert verdicts_of(capsys, path)["Reward went"] == "healthy"
+    _, notes = read(run)
+    assert notes == [f"Read: {state}."]
+    state.unlink()
     assert main(["diagnose", str(run)]) == 2
-    (run / "trainer_state.json").symlink_to(elsewhere / "trainer_state.json")
+    state.symlink_to(elsewhere / "trainer_state.json")
     assert main(["diagnose", str(run)]) == 2
     assert "trainer_state.json' is a link" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["12", None, [12], math.nan, 10**50], ids=str)
 def test_state_without_a_number_of_steps_is_named(tmp_path, capsys, value):
-    state(state(tmp_path / "run") / "checkpoint-3", global_step=value)
-    assert main(["diagnose", str(tmp_path / "run")]) == 2
+    run = make_run(tmp_path / "run")
+    make_run(run / "checkpoint-3", global_step=value)
+    assert main(["diagnose", str(run)]) == 2
     assert "checkpoint-3/trainer_state.json' cannot be read: its `global_step` is not a" in capsys.readouterr().err
 
+
+DEEP_METRICS = json.dumps([{"metrics": "[" * 10**5}])
 
 BAD = {
     "empty.csv": (b"", "found nothing"),
@@ -393,7 +538,7 @@ BAD = {
     "no_step.jsonl": (b'{"reward": 1, "grad_norm": 1}\n', "no row with a `step` has a metric"),
     "zipped.csv.gz": (b"step,reward", "cannot be unzipped: Not a gzipped file"),
     "metrics.json": (b'[{"metrics": "[1]"}]', "it holds '[1]', not a mapping"),
-    "deep_metrics.json": (json.dumps([{"metrics": "[" * 10**5}]).encode(), "recursion"),
+    "deep_metrics.json": (DEEP_METRICS.encode(), "recursion"),
     "any_runs.json": (b'[{"run_name": [1]}, {"run_name": {}}]', "2 runs by `run_name`"),
     "pickle.bin": (b"\x80\x04.", "its name ends with '.bin'"),
     "escapes.jsonl": (b'{"step": 1, "\\u001b[31mred": 1}\n', r"found \x1b[31mred, step"),
@@ -403,22 +548,26 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_log_is_named_with_what_was_found_and_what_is_expected(tmp_path, capsys, name):
-    content, says = BAD[name]
-    (tmp_path / name).write_bytes(content)
-    assert main(["diagnose", str(tmp_path / name)]) == 2
+    content, finding = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert main(["diagnose", str(path)]) == 2
     error = capsys.readouterr().err
     assert "\x1b" not in error
-    for part in (name, says, "RUN is a folder of TRL with trainer_state.json, that file or an export"):
+    for part in (name, finding, "RUN is a folder of TRL with trainer_state.json, that file or an export"):
         assert part in error, error
 
 
-@pytest.mark.parametrize("name", ["log.csv", "log.jsonl", "log.json"])
+LONG = {"log.csv": "step,reward\n" + "1,1\n" * 50, "log.jsonl": '{"step": 1}\n' * 50, "log.json": "[{},{},{}]"}
+
+
+@pytest.mark.parametrize("name", LONG)
 def test_rows_have_a_bound(tmp_path, capsys, monkeypatch, name):
-    rows = {"log.csv": "step,reward\n" + "1,1\n" * 50, "log.jsonl": '{"step": 1}\n' * 50, "log.json": "[{},{},{}]"}
-    (tmp_path / name).write_text(rows[name])
-    for module in (files, diagnosis):
+    path = tmp_path / name
+    path.write_text(LONG[name])
+    for module in (files, logs):
         monkeypatch.setattr(module, "MOST_LINES", 2)
-    assert main(["diagnose", str(tmp_path / name)]) == 2
+    assert main(["diagnose", str(path)]) == 2
     assert re.search("more than .*2 (rows|lines), the most that are read", capsys.readouterr().err)
 
 

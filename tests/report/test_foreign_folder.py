@@ -27,14 +27,22 @@ COMMANDS = ("report", "diagnose", "several")
 @pytest.fixture
 def run(tmp_path) -> Path:
     """A finished run with every file that a report reads, and code in others; reached through the user's link."""
-    run = write_run(tmp_path / "elsewhere" / "run", scripted(), SETTINGS, {**SUMMARY, "train_seconds": 61.2})
+    summary = {**SUMMARY, "train_seconds": 61.2}
+    run = write_run(tmp_path / "elsewhere" / "run", scripted(), SETTINGS, summary)
+    bomb = pickle.dumps(Bomb(tmp_path / "harm"))
     for name in ("training_args.bin", "checkpoint-1/optimizer.pt", "completions/completions_00001.parquet"):
-        (run / name).parent.mkdir(exist_ok=True)
-        (run / name).write_bytes(pickle.dumps(Bomb(tmp_path / "harm")))
+        file = run / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(bomb)
     for name in ("matplotlib.py", "checkpoint-1/modeling.py", "report.html.j2"):
         (run / name).write_text("{{ 1 / 0 }}")
     (tmp_path / "runs").symlink_to("elsewhere")
     return tmp_path / "runs" / "run"
+
+
+def change_json(file: Path, changes: dict) -> None:
+    content = read_json(file)
+    write_json(file, {**content, **changes})
 
 
 def status_of(command: str, run: Path, *output: str) -> int:
@@ -45,22 +53,28 @@ def status_of(command: str, run: Path, *output: str) -> int:
     other.mkdir(exist_ok=True)
     for name in ("settings.json", "summary.json"):
         shutil.copy(run / name, other)
-    write_json(other / "settings.json", {**read_json(other / "settings.json"), "seed": 7})
+    change_json(other / "settings.json", {"seed": 7})
     return main(["report", str(run), str(other), *output])
 
 
-def content(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+def files_below(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Path → time of its last change, and content."""
+    below = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            below[str(path)] = (path.stat().st_mtime_ns, path.read_bytes())
+    return below
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_nothing_is_executed_and_nothing_but_the_output_is_written(run, tmp_path, monkeypatch, command):
     monkeypatch.chdir(run)
-    before = content(run.parent)
-    output = tmp_path / ("page.md" if command == "several" else "page.html")
+    before = files_below(run.parent)
+    page = "page.md" if command == "several" else "page.html"
+    output = tmp_path / page
     assert status_of(command, run, "--output", str(output)) == 0
     assert output.is_file()
-    assert content(run.parent) == before
+    assert files_below(run.parent) == before
     assert not (tmp_path / "harm").exists()
 
 
@@ -69,15 +83,21 @@ READ = ("settings.json", "summary.json", "log.jsonl", "log.jsonl.gz", "plan.txt"
 
 @pytest.mark.parametrize("name", READ)
 def test_no_link_inside_the_folder_is_followed(run, tmp_path, capsys, name):
-    private = (run / name).rename(tmp_path / "private") if (run / name).exists() else tmp_path / "private"
+    private = tmp_path / "private"
+    log = run / "log.jsonl"
     if name == "log.jsonl.gz":
-        private.write_bytes(gzip.compress((run / "log.jsonl").read_bytes()))
-        (run / "log.jsonl").unlink()
+        content = log.read_bytes()
+        private.write_bytes(gzip.compress(content))
+        log.unlink()
+    else:
+        (run / name).rename(private)
     (run / name).symlink_to(private)
-    for command in COMMANDS if name in ("settings.json", "summary.json") else ("report", "diagnose"):
-        assert status_of(command, run, "--output", str(tmp_path / "page.html")) == 2
+    page = tmp_path / "page.html"
+    is_read_by_all = name in ("settings.json", "summary.json")
+    for command in COMMANDS if is_read_by_all else ("report", "diagnose"):
+        assert status_of(command, run, "--output", str(page)) == 2
         assert f"{name}' is a link" in capsys.readouterr().err
-    assert not (tmp_path / "page.html").exists()
+    assert not page.exists()
 
 
 @pytest.mark.parametrize("name", READ)
@@ -93,11 +113,13 @@ def test_what_is_no_file_is_named_and_not_waited_for(run, capsys, name, make):
 def test_output_is_not_written_through_a_link(run, tmp_path):
     private = tmp_path / "private"
     private.write_text("private")
-    for name in ("page.html", "_page.html.part"):
-        (run / name).symlink_to(private)
-    assert main(["report", str(run), "--output", str(run / "page.html")]) == 0
+    page = run / "page.html"
+    for path in (page, run / "_page.html.part"):
+        path.symlink_to(private)
+    assert main(["report", str(run), "--output", str(page)]) == 0
     assert private.read_text() == "private"
-    assert (run / "page.html").read_text().startswith("<!DOCTYPE html>")
+    html = page.read_text()
+    assert html.startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize("name", ["log.jsonl.gz", "log.jsonl", "settings.json", "summary.json", "plan.txt"])
@@ -111,7 +133,8 @@ def test_file_of_any_size_takes_little_memory(run, capsys, monkeypatch, name):
     tracemalloc.start()
     try:
         assert main(["report", str(run)]) == 2
-        assert tracemalloc.get_traced_memory()[1] < 2**23
+        _, peak = tracemalloc.get_traced_memory()
+        assert peak < 2**23
     finally:
         tracemalloc.stop()
     assert f"{name}' holds more than" in capsys.readouterr().err
@@ -134,7 +157,10 @@ def test_damaged_file_is_named(run, capsys, name, content):
 def test_file_that_cannot_be_unzipped_is_named(run, capsys):
     (run / "log.jsonl").unlink()
     zipped = gzip.compress(b"{}" * 100)
-    for content in (b"no gzip", zipped[:-9], zipped[:-4] + b"1234", zipped[:12] + b"\xff" * 9):
+    cut_short = zipped[:-9]
+    of_another_length = zipped[:-4] + b"1234"
+    damaged = zipped[:12] + b"\xff" * 9
+    for content in (b"no gzip", cut_short, of_another_length, damaged):
         (run / "log.jsonl.gz").write_bytes(content)
         assert main(["report", str(run)]) == 2
         assert "log.jsonl.gz' cannot be unzipped" in capsys.readouterr().err
@@ -161,9 +187,12 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("name", "changes"), [(name, form) for name, forms in FORMS.items() for form in forms])
+CASES = [(name, form) for name, forms in FORMS.items() for form in forms]
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES)
 def test_values_of_another_form_are_a_sentence(run, capsys, name, changes):
-    write_json(run / name, {**read_json(run / name), **changes})
+    change_json(run / name, changes)
     assert status_of("report", run) == 2
     assert f"In {str(run)!r}, settings.json, summary.json, completions.jsonl or the log is not as" in capsys.readouterr().err
     assert status_of("several", run) in (0, 2)
@@ -172,18 +201,27 @@ def test_values_of_another_form_are_a_sentence(run, capsys, name, changes):
 def test_secrets_are_not_shown(run, tmp_path, capsys):
     write_json(run / "settings.json", {**SETTINGS, "dataset_name": "https://u:hush@host/x", "hub_token": "hush"})
     (run / "plan.txt").write_text("data  https://u:hush@host/x\n")
+    pages = {}
     for command in COMMANDS:
-        assert status_of(command, run, "--output", str(tmp_path / command)) == 0
-    pages = [(tmp_path / command).read_text() for command in COMMANDS]
-    assert "hush" not in "".join([*pages, capsys.readouterr().out])
-    assert "https://&lt;secret&gt;@host/x" in pages[0]
+        output = tmp_path / command
+        assert status_of(command, run, "--output", str(output)) == 0
+        pages[command] = output.read_text()
+    for text in (*pages.values(), capsys.readouterr().out):
+        assert "hush" not in text
+    assert "https://&lt;secret&gt;@host/x" in pages["report"]
 
 
 @pytest.mark.parametrize("value", ["x", 10**400, float("inf"), None], ids=str)
 def test_log_may_hold_any_value(run, value):
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    (run / "log.jsonl").unlink()
-    append_lines(run / "log.jsonl", [{**row, **dict.fromkeys(row.keys() - {"step"}, value)} for row in log[20:]])
+    file = run / "log.jsonl"
+    lines = file.read_text().splitlines()
+    rows = []
+    for line in lines[20:]:
+        row = json.loads(line)
+        row.update(dict.fromkeys(row.keys() - {"step"}, value))
+        rows.append(row)
+    file.unlink()
+    append_lines(file, rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # NumPy's, of a mean of nothing
         assert main(["report", str(run)]) == 0
@@ -194,21 +232,24 @@ HOSTILE = "$\\foo$ <b>x</b> \0\x1b[2J\r\u2028\x85\ud83d ![x](http://evil) `" + "
 
 def test_any_text_can_be_shown(run, tmp_path, capsys):
     texts = {"after": {HOSTILE: {HOSTILE: CELL}}, "before": {"_" + HOSTILE * 50: {"greedy": CELL}}}
-    write_json(run / "summary.json", {**read_json(run / "summary.json"), **texts})
+    change_json(run / "summary.json", texts)
     write_json(run / "settings.json", {**SETTINGS, "dataset_name": HOSTILE, "levels": [HOSTILE]})
     (run / "plan.txt").write_text("plan\n\x1b[2J", encoding="utf-8")
     append_lines(run / "log.jsonl", [{"step": 41, HOSTILE: 1.0}])
     run = run.rename(run.parent / "_$\\foo$\n<b>![x](evil)\x1b")
+    pages = {}
     for command in COMMANDS:
         ending = "md" if command == "several" else "html"
-        assert status_of(command, run, "--output", str(tmp_path / f"{command}.{ending}")) == 0
-    pages = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.*")}
-    assert text_of(pages["report.html"]).count("\\x1b[2J") >= 6
-    assert "![x](" not in pages["several.md"]
+        output = tmp_path / f"{command}.{ending}"
+        assert status_of(command, run, "--output", str(output)) == 0
+        pages[command] = output.read_text(encoding="utf-8")
+    report = text_of(pages["report"])
+    assert report.count("\\x1b[2J") >= 6
+    assert "![x](" not in pages["several"]
     for page in pages.values():
         assert "<b>" not in page
     for text in (*pages.values(), capsys.readouterr().out):
-        assert not {"\0", "\x1b", "\r", "\u2028", "\x85"} & set(text)
+        assert not {"\0", "\x1b", "\r", "\u2028", "\x85"}.intersection(text)
 
 
 def test_report_that_fails_is_told_in_a_line(run, capsys, monkeypatch):

@@ -1,6 +1,8 @@
 """The report of a run: verdicts that tell a healthy run from a broken one, in a self-contained file."""
 
+import math
 import re
+from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,43 +21,67 @@ from opo_trl.report.run_report import describe, write_report
 
 SETTINGS = {"trainer": "opo", "num_generations": 6, "model_name_or_path": "arithmetic", "seed": 42, "max_steps": 40}
 
-HEALTHY = {
-    "grad_norm": lambda share, reused: 3 + share,
-    "entropy": lambda share, reused: 0.05 - 0.03 * share,
-    "completions/clipped_ratio": lambda share, reused: 0.01,
-    "completions/generated": lambda share, reused: 400 + 3600 * share,
-    "opo/escort/ess": lambda share, reused: 4.8,
-    "opo/chi2": lambda share, reused: 0.05 * reused,
-    "opo/conservation_residual": lambda share, reused: -0.04 * reused,
-    "opo/frac_zero_drive": lambda share, reused: 0.4,
-    "opo/ratio/ess": lambda share, reused: 1 - 0.1 * reused,
-    "opo/target_fit": lambda share, reused: 0.2 * reused,
-    "opo/frac_masked": lambda share, reused: 0.0,
-    "opo/frac_clamped": lambda share, reused: 0.0,
-    "opo/off_policy_steps": lambda share, reused: float(reused),
-    "opo/skipped_steps": lambda share, reused: 0.0,
-    "reward/timeouts": lambda share, reused: 0.0,
-    "reward/errors": lambda share, reused: 0.0,
-}
+
+def healthy_metrics(share: float, reused: int) -> dict[str, float]:
+    """
+    Metrics of an optimizer step of a healthy run.
+
+    Args:
+        share: of the run that is over, from 0 to 1.
+        reused: 1 in an off-policy step, otherwise 0.
+    """
+    return {
+        "grad_norm": 3 + share,
+        "entropy": 0.05 - 0.03 * share,
+        "completions/clipped_ratio": 0.01,
+        "completions/generated": 400 + 3600 * share,
+        "opo/escort/ess": 4.8,
+        "opo/chi2": 0.05 * reused,
+        "opo/conservation_residual": -0.04 * reused,
+        "opo/frac_zero_drive": 0.4,
+        "opo/ratio/ess": 1 - 0.1 * reused,
+        "opo/target_fit": 0.2 * reused,
+        "opo/frac_masked": 0.0,
+        "opo/frac_clamped": 0.0,
+        "opo/off_policy_steps": float(reused),
+        "opo/skipped_steps": 0.0,
+        "reward/timeouts": 0.0,
+        "reward/errors": 0.0,
+    }
 
 
 def scripted(*, validated: tuple[float, float] | None = (0.2, 0.8), rewards=(0.4, 0.9), **changed) -> list[dict]:
-    """A log of 40 optimizer steps, two per rollout; in `changed`, `__` stands for `/`."""
-    metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changed.items()}
+    """
+    A log of 40 optimizer steps, two per rollout.
+
+    In `changed`, a name has `__` for `/`, and its value is a function of `share` and `reused`, or the same everywhere.
+    """
+    first_reward, last_reward = rewards
     log = []
     for step in range(1, 41):
         share = (step - 1) / 39
         reused = (step - 1) % 2
-        row = {name: value(share, reused) for name, value in metrics.items() if value is not None}
-        first_reward, last_reward = rewards
+        row = {"step": step, **healthy_metrics(share, reused)}
+        for name, value in changed.items():
+            row[name.replace("__", "/")] = value(share, reused) if callable(value) else value
         rise = (last_reward - first_reward) * share
         wobble = 0.03 * (step % 4 - 1)
-        log.append({"step": step, **row, "reward": first_reward + rise + wobble})
+        row["reward"] = first_reward + rise + wobble
+        log.append(row)
     if validated:
-        for step, accuracy in zip((0, 40), validated, strict=True):
-            interval = {"validation/low": accuracy - 0.1, "validation/high": accuracy + 0.1}
-            log.append({"step": step, "validation/accuracy": accuracy, **interval})
-    return sorted(log, key=lambda row: row["step"])
+        accuracy_before, accuracy_after = validated
+        log.insert(0, validation(0, accuracy_before))
+        log.append(validation(40, accuracy_after))
+    return log
+
+
+def validation(step: int, accuracy: float) -> dict:
+    return {
+        "step": step,
+        "validation/accuracy": accuracy,
+        "validation/low": accuracy - 0.1,
+        "validation/high": accuracy + 0.1,
+    }
 
 
 def write_run(folder: Path, log: list[dict], settings: dict = SETTINGS, summary: dict | None = None) -> Path:
@@ -78,7 +104,8 @@ def sentences_of(log: list[dict], **settings) -> dict[str, str]:
     sentences = {}
     for verdict in judge(log, SETTINGS | settings):
         is_off_policy = "norm of off-policy" in verdict.sentence
-        sentences[f"{verdict.metric} off-policy" if is_off_policy else verdict.metric] = verdict.sentence
+        key = f"{verdict.metric} off-policy" if is_off_policy else verdict.metric
+        sentences[key] = verdict.sentence
     return sentences
 
 
@@ -94,10 +121,22 @@ def test_healthy_run_is_called_healthy_in_every_respect():
     assert sentences["reward"] == "Reward went from 0.426 to 0.887 (linear trend +0.5 ± 0.037)."
 
 
-def at_end(before: float, after: float):
+def at_end(before: float, after: float) -> Callable:
+    """A metric that changes in the middle of the run."""
     return lambda share, reused: after if share > 0.5 else before
 
 
+def off_policy(value: float, on_policy: float = 0.0) -> Callable:
+    """A metric that differs in off-policy steps."""
+    return lambda share, reused: value if reused else on_policy
+
+
+def off_policy_at_end(value: float, before: float) -> Callable:
+    """A metric that differs in off-policy steps of the last 30% of the run."""
+    return lambda share, reused: value if reused and share > 0.7 else before
+
+
+# Case → changes of the log, and the sentence that they cause.
 BROKEN = {
     "reward": ({"rewards": (0.5, 0.45)}, r"went from 0\.\d+ to 0\.\d+ \(.*: no rise beyond the noise"),
     "opo/frac_zero_drive": ({"opo__frac_zero_drive": at_end(0.4, 0.96)}, "held 96% .*: these carry"),
@@ -106,21 +145,15 @@ BROKEN = {
     "entropy up": ({"entropy": at_end(0.05, 0.3)}, "went from 0.05 to 0.3 nats: the policy becomes random"),
     "grad_norm": ({"grad_norm": at_end(3, 300)}, "went from 3 to 300: training becomes unstable"),
     "grad_norm down": ({"grad_norm": at_end(3, 0)}, "went from 3 to 0: it vanished"),
-    "grad_norm always 0": ({"grad_norm": at_end(0, 0)}, "was exactly 0 in all 40 entries: nothing was trained"),
-    "grad_norm off-policy": ({"grad_norm": lambda share, reused: 4 + 196 * reused}, "was 50 times"),
-    "opo/escort/ess": ({"opo__escort__ess": at_end(1.3, 1.3)}, "at 1.3: one completion has nearly"),
-    "opo/chi2": ({"opo__chi2": lambda share, reused: 0.9 * reused}, "was 0.9: the policy drifts off"),
-    "opo/conservation_residual": (
-        {"opo__conservation_residual": lambda share, reused: -0.7 * reused},
-        "changed by -70%",
-    ),
-    "opo/ratio/ess": ({"opo__ratio__ess": lambda share, reused: 1 - 0.7 * reused * (share > 0.7)}, "at least 30%"),
-    "opo/target_fit": (
-        {"opo__target_fit": lambda share, reused: -60 * reused},
-        "was -60 in off-policy steps.*: adrift",
-    ),
+    "grad_norm always 0": ({"grad_norm": 0}, "was exactly 0 in all 40 entries: nothing was trained"),
+    "grad_norm off-policy": ({"grad_norm": off_policy(200, on_policy=4)}, "was 50 times"),
+    "opo/escort/ess": ({"opo__escort__ess": 1.3}, "at 1.3: one completion has nearly"),
+    "opo/chi2": ({"opo__chi2": off_policy(0.9)}, "was 0.9: the policy drifts off"),
+    "opo/conservation_residual": ({"opo__conservation_residual": off_policy(-0.7)}, "changed by -70%"),
+    "opo/ratio/ess": ({"opo__ratio__ess": off_policy_at_end(0.3, before=1)}, "at least 30%"),
+    "opo/target_fit": ({"opo__target_fit": off_policy(-60)}, "was -60 in off-policy steps.*: adrift"),
     "opo/frac_clamped": ({"opo__frac_clamped": at_end(0, 0.25)}, "were 25% at most: the policy is far from the one"),
-    "opo/frac_masked": ({"opo__frac_masked": at_end(0.3, 0.3)}, "were 30%: they are excluded from training"),
+    "opo/frac_masked": ({"opo__frac_masked": 0.3}, "were 30%: they are excluded from training"),
     "opo/skipped_steps": ({"opo__skipped_steps": at_end(0, 2)}, "non-finite gradient were 2"),
     "reward/timeouts": ({"reward__timeouts": at_end(2, 4)}, r"were 120 \(3.0%\)"),
     "reward/errors": ({"reward__errors": at_end(2, 4)}, r"were 120 \(3.0%\)"),
@@ -132,20 +165,21 @@ BROKEN = {
 def test_broken_metric_is_reported_with_a_remedy_and_the_rest_is_healthy(case):
     changes, sentence = BROKEN[case]
     log = scripted(**changes)
-    poor = [verdict for verdict in judge(log, SETTINGS) if verdict.healthy is False]
-    assert len(poor) == 1
-    assert re.search(sentence, poor[0].sentence)
-    assert case.startswith(poor[0].metric)
-    assert poor[0].remedy
+    (poor,) = [verdict for verdict in judge(log, SETTINGS) if verdict.healthy is False]
+    assert re.search(sentence, poor.sentence)
+    assert case.startswith(poor.metric)
+    assert poor.remedy
 
 
 def test_without_any_gradient_off_policy_steps_have_no_verdict():
-    assert "grad_norm off-policy" in sentences_of(scripted())
-    assert "grad_norm off-policy" not in sentences_of(scripted(grad_norm=at_end(0, 0)))
+    healthy = scripted()
+    without_gradient = scripted(grad_norm=0)
+    assert "grad_norm off-policy" in sentences_of(healthy)
+    assert "grad_norm off-policy" not in sentences_of(without_gradient)
 
 
 def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
-    log = scripted(opo__frac_zero_drive=at_end(0.4, 0.81), opo__chi2=lambda share, reused: 90 * reused)
+    log = scripted(opo__frac_zero_drive=at_end(0.4, 0.81), opo__chi2=off_policy(90))
     assert poor_metrics(log, max_staleness=0) == ["opo/chi2"]
     assert poor_metrics(log, max_staleness=8) == []
 
@@ -156,18 +190,22 @@ def test_run_without_reward_is_not_called_healthy():
 
 
 def test_bounds_depend_on_settings():
-    assert "was 0.05: the policy drifts off" in sentences_of(scripted(), chi2_radius=0.01)["opo/chi2"]
-    log = scripted(opo__escort__ess=at_end(1.8, 1.8))
-    assert sentences_of(log, num_generations=2)["opo/escort/ess"] == "Escort effective sample size stayed at 1.8."
-    assert "nearly all the weight" in sentences_of(log)["opo/escort/ess"]
+    sentences = sentences_of(scripted(), chi2_radius=0.01)
+    assert "was 0.05: the policy drifts off" in sentences["opo/chi2"]
+    log = scripted(opo__escort__ess=1.8)
+    of_pairs = sentences_of(log, num_generations=2)
+    of_six = sentences_of(log)
+    assert of_pairs["opo/escort/ess"] == "Escort effective sample size stayed at 1.8."
+    assert "nearly all the weight" in of_six["opo/escort/ess"]
     cases = [({}, 0.2, 0.01), ({"objective": "gspo"}, 0.2, 0.5), ({"reward_funcs": ["first_line_reward"]}, 1.0, 0.01)]
     for settings, truncated, clipped in cases:
         high = {diagnostic.name: diagnostic.high for diagnostic in diagnostics(settings)}
-        assert (high["truncated"], high["clipped"]) == (truncated, clipped)
+        assert high["truncated"] == truncated
+        assert high["clipped"] == clipped
 
 
 def test_non_finite_values_and_short_logs_give_no_verdict():
-    log = scripted(opo__escort__ess=lambda share, reused: float("nan"))
+    log = scripted(opo__escort__ess=math.nan)
     assert "opo/escort/ess" not in sentences_of(log)
     short = sentences_of(log[:5])
     assert short["reward"] == "Too little in this log for a verdict on `reward`."
@@ -180,7 +218,8 @@ def test_trend_is_that_of_least_squares():
     (slope, _), covariance = np.polyfit(range(7), values, 1, cov=True)
     # The 97.5 % quantile of Student's t with five degrees of freedom is 2.5706.
     standard_error = covariance[0, 0] ** 0.5
-    assert trend(values) == pytest.approx((6 * slope, 6 * standard_error * 2.570582), rel=1e-6)
+    expected = (6 * slope, 6 * standard_error * 2.570582)
+    assert trend(values) == pytest.approx(expected, rel=1e-6)
     assert trend([0.5] * 6) == (0, 0)
 
 
@@ -207,7 +246,8 @@ def broken_run(tmp_path_factory) -> Path:
     summary = {time: {"Level 3": {"sampled": CELL}} for time in ("before", "after")}
     summary |= {"optimizer_steps": 40, "train_seconds": 61.2}
     folder = tmp_path_factory.mktemp("runs") / "a <b>run"
-    run = write_run(folder, scripted(entropy=at_end(0.05, 0.001)), SETTINGS, summary)
+    log = scripted(entropy=at_end(0.05, 0.001))
+    run = write_run(folder, log, SETTINGS, summary)
     write_report(run)
     return run
 
@@ -226,7 +266,8 @@ def test_report_is_self_contained(broken_run):
 
 
 def test_report_has_every_part(broken_run):
-    page = text_of((broken_run / "report.html").read_text())
+    html = (broken_run / "report.html").read_text()
+    page = text_of(html)
     for text in (
         "Run: a <b>run",
         "model_name_or_path arithmetic, seed 42",
@@ -242,9 +283,10 @@ def test_report_has_every_part(broken_run):
 
 
 def test_terminal_says_what_the_page_says(broken_run, tmp_path, capsys):
-    assert main(["report", str(broken_run), "--output", str(tmp_path / "again.html")]) == 0
+    page = tmp_path / "again.html"
+    assert main(["report", str(broken_run), "--output", str(page)]) == 0
     printed = capsys.readouterr().out
-    assert (tmp_path / "again.html").read_bytes() == (broken_run / "report.html").read_bytes()
+    assert page.read_bytes() == (broken_run / "report.html").read_bytes()
     for text in ("Finished: 40", "Level 3, sampled: 50.0% [40.0%, 60.0%] → 50.0%", "look     Entropy per token went"):
         assert text in printed
 
@@ -252,31 +294,41 @@ def test_terminal_says_what_the_page_says(broken_run, tmp_path, capsys):
 def test_interrupted_run_has_a_report(tmp_path):
     run = write_run(tmp_path / "run", scripted(validated=None), summary={"before": {"Level 3": {"greedy": CELL}}})
     write_report(run)
-    page = text_of((run / "report.html").read_text())
+    html = (run / "report.html").read_text()
+    page = text_of(html)
     assert "Not finished: 40 of 40 optimizer steps." in page
     assert "No diagnostic is beyond its bound." in page
-    assert [row[1:] for row in describe(run)["accuracies"]] == [["50.0% [40.0%, 60.0%]", "–"]]
+    ((_, *accuracies),) = describe(run)["accuracies"]
+    assert accuracies == ["50.0% [40.0%, 60.0%]", "–"]
 
 
 def test_facts_alone_are_not_called_healthy():
-    assert conclusion(judge([{"step": 1, "reward": 1.0}], {})) == ("Too little has been logged for a verdict.")
+    verdicts = judge([{"step": 1, "reward": 1.0}], {})
+    assert conclusion(verdicts) == "Too little has been logged for a verdict."
 
 
 def test_progress_bar_accepts_none():
     """Which TRL logs if all values were NaN."""
-    bar, state = ProgressBar(), TrainerState(max_steps=2, is_world_process_zero=True)
-    bar.on_train_begin(SimpleNamespace(max_completions=None), state, TrainerControl())
-    names = ("reward", "validation/accuracy", "entropy", "grad_norm")
-    bar.on_log(None, state, TrainerControl(), logs=dict.fromkeys(names))
-    bar.on_train_end(None, state, TrainerControl())
+    bar = ProgressBar()
+    args = SimpleNamespace(max_completions=None)
+    state = TrainerState(max_steps=2, is_world_process_zero=True)
+    control = TrainerControl()
+    bar.on_train_begin(args, state, control)
+    metrics = dict.fromkeys(("reward", "validation/accuracy", "entropy", "grad_norm"))
+    bar.on_log(None, state, control, logs=metrics)
+    bar.on_train_end(None, state, control)
 
 
 def test_log_of_an_own_run_may_be_of_any_size_and_a_link(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MOST_LINES", 2)
-    append_lines(tmp_path / "elsewhere", [{"step": step, "reward": 1.0} for step in range(1, 9)])
-    (tmp_path / "log.jsonl").symlink_to("elsewhere")
-    LogFile(tmp_path).on_train_begin(None, TrainerState(global_step=6, is_world_process_zero=True), None)
-    assert [line["step"] for line in files.read_lines(tmp_path / "log.jsonl", bounded=False)] == [1, 2, 3, 4, 5, 6]
+    rows = [{"step": step, "reward": 1.0} for step in range(1, 9)]
+    append_lines(tmp_path / "elsewhere", rows)
+    log = tmp_path / "log.jsonl"
+    log.symlink_to("elsewhere")
+    state = TrainerState(global_step=6, is_world_process_zero=True)
+    LogFile(tmp_path).on_train_begin(None, state, None)
+    remaining = files.read_lines(log, bounded=False)
+    assert [row["step"] for row in remaining] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_metric_named_step_does_not_hide_the_optimizer_step(tmp_path):

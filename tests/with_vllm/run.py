@@ -37,10 +37,12 @@ OPTIONS = {
 
 
 def make(model: str, folder: Path, peft_config: LoraConfig | None = None, **options: Any) -> OPOTrainer:
-    device = {} if torch.cuda.is_available() or "ddp_backend" in options else {"use_cpu": True}
+    fields = {**OPTIONS, **options}
+    if not torch.cuda.is_available() and "ddp_backend" not in options:
+        fields["use_cpu"] = True
     return OPOTrainer(
         model=model,
-        args=OPOConfig(str(folder), **{**OPTIONS, **device, **options}),
+        args=OPOConfig(str(folder), **fields),
         reward_funcs=even_tokens,
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         peft_config=peft_config,
@@ -57,32 +59,52 @@ def vllm_options(options: dict) -> dict:
 def generated(trainer, n: int) -> tuple[list[int], list[list[int]], list[list[float]]]:
     """Prompt, completions and their log-probabilities from vLLM in its current state."""
     prompt = trainer.processing_class(PROMPTS[0])["input_ids"]
-    _, completions, logps, _ = trainer.vllm_generation.generate([prompt] * n, None, n)
-    return prompt, completions, [[each[0] for each in row] for row in logps]
+    _, completions, candidates, _ = trainer.vllm_generation.generate([prompt] * n, None, n)
+    logps = []
+    for candidates_of_tokens in candidates:  # of a completion; the first one of a token is that which was sampled
+        logps.append([of_token[0] for of_token in candidates_of_tokens])
+    return prompt, completions, logps
 
 
 def greedy(trainer) -> list[int]:
     """vLLM's greedy completion."""
-    temperature, trainer.vllm_generation.temperature = trainer.vllm_generation.temperature, 0.0
-    _, completions, _ = generated(trainer, 1)
-    trainer.vllm_generation.temperature = temperature
-    return completions[0]
+    generation = trainer.vllm_generation
+    temperature = generation.temperature
+    generation.temperature = 0.0
+    _, (completion,), _ = generated(trainer, 1)
+    generation.temperature = temperature
+    return completion
 
 
 @torch.no_grad()
 def own_logps(trainer, prompt: list[int], completion: list[int]) -> torch.Tensor:
     """The trainer's log-probabilities of a completion, from the full logits."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    parameters = list(model.parameters())
-    gathered: Any = contextlib.nullcontext()
-    if any(hasattr(p, "ds_id") for p in parameters):
-        import deepspeed
-
-        gathered = deepspeed.zero.GatheredParameters(parameters)
-    with gathered:
+    with whole_weights(model):
         tokens = torch.tensor([prompt + completion], device=trainer.accelerator.device)
-        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None]).squeeze(1).cpu()
+        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
+    logps = logits.float().log_softmax(-1)
+    completion_ids = tokens[0, len(prompt) :].unsqueeze(1)
+    return logps.gather(1, completion_ids).squeeze(1).cpu()
+
+
+def whole_weights(model: torch.nn.Module) -> contextlib.AbstractContextManager:
+    """In this context the weights are whole, also under ZeRO-3."""
+    parameters = list(model.parameters())
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)
+
+
+def mean_gap(trainer) -> float:
+    """Mean difference between vLLM's log-probabilities of completions and the trainer's."""
+    prompt, completions, vllm_logps = generated(trainer, trainer.num_generations)
+    gaps = []
+    for completion, logps in zip(completions, vllm_logps, strict=True):
+        gaps.append(own_logps(trainer, prompt, completion) - torch.tensor(logps))
+    return torch.cat(gaps).abs().mean().item()
 
 
 def sync(model: str, folder: Path, options: dict) -> dict:
@@ -92,17 +114,13 @@ def sync(model: str, folder: Path, options: dict) -> dict:
     before = greedy(trainer)
     trainer.train()
     trainer.vllm_generation.sync_weights()
-    prompt, completions, logps = generated(trainer, trainer.num_generations)
-    gaps = [own_logps(trainer, prompt, ids) - torch.tensor(row) for ids, row in zip(completions, logps, strict=True)]
+    entries = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    _, _, distributed_type = str(trainer.accelerator.distributed_type).rpartition(".")
     return {
         "processes": trainer.accelerator.num_processes,
-        "distributed": str(trainer.accelerator.distributed_type).rpartition(".")[2],
-        "gap": torch.cat(gaps).abs().mean().item(),
-        "sampling_gap": [
-            entry["sampling/sampling_logp_difference/mean"]
-            for entry in trainer.state.log_history
-            if "grad_norm" in entry
-        ],
+        "distributed": distributed_type,
+        "gap": mean_gap(trainer),
+        "sampling_gap": [entry["sampling/sampling_logp_difference/mean"] for entry in entries],
         "changed": greedy(trainer) != before,
     }
 
@@ -113,23 +131,35 @@ def lora(model: str, folder: Path, options: dict) -> dict:
     dtype = torch.bfloat16
     training = {"max_steps": 5, "learning_rate": 0.1, "model_init_kwargs": {"dtype": dtype}}
     trainer = make(model, folder, adapter, **training, **vllm_options(options))
-    base = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    base_before = base_weights(trainer.model)
     trainer.train()
-    moved = [n for n, p in trainer.model.named_parameters() if n in base and not torch.equal(p, base[n])]
+    base_after = base_weights(trainer.model)
+    changed = [name for name, weight in base_after.items() if not torch.equal(weight, base_before[name])]
     trainer.save_model(str(folder))
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), folder)
-    tokens = torch.arange(3, 40)[None]
-    with torch.no_grad():
-        here, there = (m.eval()(input_ids=tokens.to(m.device)).logits.cpu() for m in (trainer.model, loaded))
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    saved = PeftModel.from_pretrained(base, folder)
+    difference = logits_of(trainer.model) - logits_of(saved)
     trainer._generate([PROMPTS[0]] * trainer.num_generations)  # synchronizes
-    prompt, completions, logps = generated(trainer, trainer.num_generations)
-    gaps = [own_logps(trainer, prompt, ids) - torch.tensor(row) for ids, row in zip(completions, logps, strict=True)]
     return {
-        "base": len(base),
-        "moved": len(moved),
-        "logits": (here - there).abs().max().item(),
-        "gap": torch.cat(gaps).abs().mean().item(),
+        "base": len(base_before),
+        "moved": len(changed),
+        "logits": difference.abs().max().item(),
+        "gap": mean_gap(trainer),
     }
+
+
+def base_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the weights that are not trained."""
+    frozen = {name: weight for name, weight in model.named_parameters() if not weight.requires_grad}
+    return {name: weight.detach().clone() for name, weight in frozen.items()}
+
+
+@torch.no_grad()
+def logits_of(model: PeftModel) -> torch.Tensor:
+    """Of some tokens, in evaluation mode, on the host."""
+    tokens = torch.arange(3, 40, device=model.device).unsqueeze(0)
+    model.eval()
+    return model(input_ids=tokens).logits.cpu()
 
 
 if __name__ == "__main__":
@@ -137,7 +167,11 @@ if __name__ == "__main__":
         import cpu_shim
 
         cpu_shim.patch_client()
-    command, folder, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    result = {"sync": sync, "lora": lora}[command](options["model"], folder, options)
+    _, command, output, options_text = sys.argv
+    folder = Path(output)
+    options = json.loads(options_text)
+    train_and_compare = {"sync": sync, "lora": lora}[command]
+    result = train_and_compare(options["model"], folder, options)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        (folder / "result.json").write_text(json.dumps(result))
+        text = json.dumps(result)
+        (folder / "result.json").write_text(text)
