@@ -51,6 +51,16 @@ def gradient_of_sum(terms, variable):
     return gradient
 
 
+def table(target, policy, before, *, mu=1.0, reused=True):
+    """For each entry of the two policies, a completion of this one token."""
+    one = torch.ones_like(before)
+    logps = policy.log().unsqueeze(1)
+    behaviour_logps = before.log().unsqueeze(1)
+    mask = torch.ones_like(logps).bool()
+    steering = {"target": target, "mu": mu * one, "weights": one, "age": torch.zeros_like(before)}
+    return Samples(logps=logps, anchor_logps=behaviour_logps, mask=mask, **steering, reused=reused)
+
+
 def values_at(values, rows):
     return [values[row] for row in rows]
 
