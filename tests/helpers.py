@@ -8,6 +8,7 @@ no code with the package or TRL.
 """
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -50,10 +51,12 @@ DEVICES = [name for name in os.environ.get("OPO_TRL_ON_DEVICE", "").split(",") i
 USE_CPU = not DEVICES
 PRETEND = "FAKE_CUDA_DEVICES" in os.environ
 BACKEND = "gloo" if USE_CPU else None
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ROOT / "recipes"
+ONE_PROCESS = "cpu.yaml" if USE_CPU else "single_gpu.yaml"
 DEVICE_FIELDS = {  # of a recipe
     "use_cpu": USE_CPU,
-    "accelerate_config": str(RECIPES / "accelerate" / ("cpu.yaml" if USE_CPU else "single_gpu.yaml")),
+    "accelerate_config": str(RECIPES / "accelerate" / ONE_PROCESS),
 }
 
 SMALL = {  # fields of a short run in float32, which writes nothing but its log
@@ -80,9 +83,11 @@ EXACT = 1e-4  # relative error of a float32 gradient of the tiny model against f
 
 def environment(*folders: Path, **more: str) -> dict[str, str]:
     """Environment of a process: this checkout's package, modules in `folders`, this interpreter's programs."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    modules = [Path(__file__).resolve().parents[1], *folders, os.environ.get("PYTHONPATH")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(each) for each in modules if each), "PATH": path, **more}
+    programs = Path(sys.executable).parent
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    modules = [ROOT, *folders, os.environ.get("PYTHONPATH")]
+    module_path = os.pathsep.join(map(str, filter(None, modules)))
+    return {**os.environ, "PYTHONPATH": module_path, "PATH": path, **more}
 
 
 def run_to_its_end(command: Sequence[str | Path], env: dict[str, str], *, limit: float) -> tuple[int, str]:
@@ -156,7 +161,15 @@ class Bomb:
 
 def even_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
     """A reward that depends on the sampled tokens: the fraction of even ones."""
-    return [sum(token % 2 == 0 for token in tokens) / len(tokens) for tokens in completion_ids]
+    rewards = []
+    for tokens in completion_ids:
+        even = [token for token in tokens if token % 2 == 0]
+        rewards.append(len(even) / len(tokens))
+    return rewards
+
+
+def unpadded(ids: Tensor, mask: Tensor) -> list[int]:
+    return ids[mask.bool()].tolist()
 
 
 @dataclass
@@ -182,66 +195,80 @@ class Script:
 
     def completion(self, call: int, row: int, eos: int) -> list[int]:
         draw = random.Random(f"{self.seed} {call} {row}")
-        tokens = [draw.randrange(3, 259) for _ in range(draw.randint(self.min_length, self.max_length))]
+        length = draw.randint(self.min_length, self.max_length)
+        tokens = [draw.randrange(3, 259) for _ in range(length)]
         return tokens if row in self.truncated else [*tokens[:-1], eos]
 
     def reward(self, call: int, row: int, function: int) -> float | None:
         if self.rewards is None:
-            return random.Random(f"reward {self.seed} {call} {row} {function}").uniform(0, 3)
-        value = self.rewards[row % len(self.rewards)]
-        return value[function] if isinstance(value, tuple | list) else value
+            draw = random.Random(f"reward {self.seed} {call} {row} {function}")
+            return draw.uniform(0, 3)
+        rewards = self.rewards[row % len(self.rewards)]
+        return rewards[function] if isinstance(rewards, tuple | list) else rewards
+
+    def is_own(self, row: int, length: int) -> list[int]:
+        """1 for each token of a completion that the policy wrote, and 0 for one that a tool wrote."""
+        of_tools = self.tool_tokens.get(row, ())
+        return [int(position not in of_tools) for position in range(length)]
+
+    def entry(self, call: int, row: int, prompt: list[int], eos: int) -> SimpleNamespace:
+        """Tokens of a prompt and a completion, which of these the policy wrote, and the rewards by function."""
+        completion = self.completion(call, row, eos)
+        return SimpleNamespace(
+            prompt=prompt,
+            completion=completion,
+            own=self.is_own(row, len(completion)),
+            rewards=[self.reward(call, row, function) for function in range(self.functions)],
+            truncated=row in self.truncated,
+        )
 
     def rollout(self, prompts: list, trainer: GRPOTrainer) -> dict:
         """TRL's `rollout_func`."""
         call = len(self.calls)
-        start = trainer.accelerator.process_index * len(prompts)
-        rows = list(range(start, start + len(prompts)))
+        n = len(prompts)
+        start = trainer.accelerator.process_index * n
+        rows = list(range(start, start + n))
         tokenizer = trainer.processing_class
-        completions = [self.completion(call, row, tokenizer.eos_token_id) for row in rows]
-        prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
-        own = [
-            [int(position not in self.tool_tokens.get(row, ())) for position in range(len(tokens))]
-            for row, tokens in zip(rows, completions, strict=True)
-        ]
-        self.calls.append(
-            [
-                SimpleNamespace(
-                    prompt=prompt,
-                    completion=completion,
-                    own=mask,
-                    rewards=[self.reward(call, row, f) for f in range(self.functions)],
-                    truncated=row in self.truncated,
-                )
-                for row, prompt, completion, mask in zip(rows, prompt_ids, completions, own, strict=True)
-            ]
-        )
-        masks = {"env_mask": own} if self.tool_tokens else {}
-        extra = {"row": rows, "call": [call] * len(rows)}
-        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": None, **extra, **masks}
+        entries = []
+        for row, prompt in zip(rows, prompts, strict=True):
+            prompt_ids = tokenizer(prompt)["input_ids"]
+            entry = self.entry(call, row, prompt_ids, tokenizer.eos_token_id)
+            entries.append(entry)
+        self.calls.append(entries)
+        rollout = {
+            "prompt_ids": [entry.prompt for entry in entries],
+            "completion_ids": [entry.completion for entry in entries],
+            "logprobs": None,
+            "row": rows,
+            "call": [call] * n,
+        }
+        if self.tool_tokens:
+            rollout["env_mask"] = [entry.own for entry in entries]
+        return rollout
 
     @staticmethod
     def observed(rollout: SimpleNamespace, rewards: list[list[float | None]]) -> list[SimpleNamespace]:
         """A recorded rollout that the model generated, and its rewards by row and function, as an entry of `calls`."""
-
-        def unpadded(name: str, i: int) -> list[int]:
-            return vars(rollout)[f"{name}_ids"][i][vars(rollout)[f"{name}_mask"][i].bool()].tolist()
-
-        own = vars(rollout).get("tool_mask", torch.ones_like(rollout.completion_ids)).tolist()
-        return [
-            SimpleNamespace(
-                prompt=unpadded("prompt", i),
-                completion=unpadded("completion", i),
-                own=own[i][: len(unpadded("completion", i))],
+        every_token = torch.ones_like(rollout.completion_ids)
+        is_own = vars(rollout).get("tool_mask", every_token)
+        entries = []
+        for i, row_rewards in enumerate(rewards):
+            completion = unpadded(rollout.completion_ids[i], rollout.completion_mask[i])
+            entry = SimpleNamespace(
+                prompt=unpadded(rollout.prompt_ids[i], rollout.prompt_mask[i]),
+                completion=completion,
+                own=is_own[i, : len(completion)].tolist(),
                 rewards=row_rewards,
                 truncated=False,
             )
-            for i, row_rewards in enumerate(rewards)
-        ]
+            entries.append(entry)
+        return entries
 
     def reward_functions(self) -> list[Callable]:
         def function(index: int) -> Callable:
             def reward(prompts, completions, row, call, **kwargs):
-                return [self.reward(c, r, index) for r, c in zip(row, call, strict=True)]
+                indices = zip(call, row, strict=True)
+                return [self.reward(call_index, row_index, index) for call_index, row_index in indices]
 
             reward.__name__ = f"reward_{index}"
             return reward
@@ -276,7 +303,10 @@ class Recording:
 
     def record(self, inject: Callable[[dict, GRPOTrainer], None] | None = None):
         self.inject = inject
-        self.rollouts, self.steps, self._batches, self._losses = [], [], [], []
+        self.rollouts = []
+        self.steps = []
+        self._batches = []
+        self._losses = []
         self.initial = snapshot(self.model)
         self.add_callback(_PreOptimizerStep(self))
         return self
@@ -292,7 +322,8 @@ class Recording:
         n = len(rollout["advantages"])
         # These columns travel with the samples, and identify them afterwards.
         device = self.accelerator.device
-        rollout["row"] = torch.arange(n, device=device) + n * self.accelerator.process_index
+        first_row = n * self.accelerator.process_index
+        rollout["row"] = torch.arange(n, device=device) + first_row
         rollout["rollout"] = torch.full((n,), len(self.rollouts), device=device)
         if self.inject is not None:
             self.inject(rollout, self)
@@ -311,11 +342,14 @@ class Recording:
         return loss
 
     def end_of_step(self):
-        gradient = {
-            name: p.grad.to("cpu", copy=True) for name, p in self.model.named_parameters() if p.grad is not None
-        }
-        self.steps.append(Step(snapshot(self.model), self._batches, self._losses, gradient))
-        self._batches, self._losses = [], []
+        gradient = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:
+                gradient[name] = parameter.grad.to("cpu", copy=True)
+        step = Step(snapshot(self.model), self._batches, self._losses, gradient)
+        self.steps.append(step)
+        self._batches = []
+        self._losses = []
 
 
 class _PreOptimizerStep(TrainerCallback):
@@ -418,77 +452,138 @@ def without_times(entry: dict) -> dict:
 # The reference
 
 
+def centered(values: list[float | None], scale: bool) -> list[float | None]:
+    """A group's values less their mean, divided by their deviation if `scale`; `None` where that does not exist."""
+    known = [value for value in values if value is not None]
+    if not known or (scale and len(known) < 2):
+        return [None] * len(values)
+    mean = statistics.fmean(known)
+    divisor = statistics.stdev(known) + 1e-4 if scale else 1.0
+    return [None if value is None else (value - mean) / divisor for value in values]
+
+
+def weighted_sum(rewards: list[float | None], weights: list[float]) -> float | None:
+    """The sum over the functions that could score; `None` if none could."""
+    terms = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None]
+    return sum(terms) if terms else None
+
+
 def advantages(rewards: list[list[float | None]], args: GRPOConfig, G: int) -> list[float]:
     """TRL's documented advantages, from raw rewards: `rewards[row][function]`. 0 where no function could score."""
-    weights, scale = args.reward_weights or [1.0] * len(rewards[0]), args.scale_rewards == "group"
+    weights = args.reward_weights or [1.0] * len(rewards[0])
+    scale = args.scale_rewards == "group"
+    sums = [weighted_sum(row_rewards, weights) for row_rewards in rewards]
+    result = []
+    for start in range(0, len(sums), G):
+        of_group = sums[start : start + G]
+        result += centered(of_group, scale)
+    return [0.0 if advantage is None else advantage for advantage in result]
 
-    def centred(values: list[float | None]) -> list[float | None]:
-        known = [v for v in values if v is not None]
-        if not known or (scale and len(known) < 2):
-            return [None] * len(values)
-        divisor = statistics.stdev(known) + 1e-4 if scale else 1.0
-        return [None if v is None else (v - statistics.fmean(known)) / divisor for v in values]
 
-    known = [[(w, r) for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
-    summed = [sum(w * r for w, r in row) if row else None for row in known]
-    result = [v for i in range(0, len(summed), G) for v in centred(summed[i : i + G])]
-    return [0.0 if v is None else v for v in result]
+def positive_part(values: list[float], threshold: float) -> list[float]:
+    """By how much each value exceeds the threshold; 0 where it does not."""
+    return [max(value - threshold, 0.0) for value in values]
 
 
 def simplex_projection(target: list[float]) -> list[float]:
     """Euclidean projection of 1 + target on {t ≥ 0, mean(t) = 1}, less 1, by bisection on the threshold."""
-    low, high = min(target) - 1, max(target) + 1
+    ratios = [1 + value for value in target]
+    low = min(target) - 1
+    high = max(target) + 1
     for _ in range(200):
         middle = (low + high) / 2
-        mass = sum(max(1 + v - middle, 0.0) for v in target)
-        low, high = (middle, high) if mass > len(target) else (low, middle)
-    return [max(1 + v - low, 0.0) - 1 for v in target]
+        mass = sum(positive_part(ratios, middle))
+        if mass > len(target):
+            low = middle
+        else:
+            high = middle
+    return [ratio - 1 for ratio in positive_part(ratios, low)]
+
+
+def valid_groups(valid: list[bool], G: int) -> list[list[int]]:
+    """The valid rows of each group that has any."""
+    groups = []
+    for start in range(0, len(valid), G):
+        rows = [row for row in range(start, start + G) if valid[row]]
+        if rows:
+            groups.append(rows)
+    return groups
+
+
+def escort_weights_of(
+    args: OPOConfig, A: list[float], correction: list[float], tau: float, groups: list[list[int]]
+) -> list[float]:
+    omega = [0.0] * len(A)
+    for rows in groups:
+        exponents = {}
+        for row in rows:
+            tilt = A[row] / tau - correction[row]
+            exponents[row] = (1 - args.alpha) * tilt
+        largest = max(exponents.values())
+        factors = {row: math.exp(exponent - largest) for row, exponent in exponents.items()}
+        mean = sum(factors.values()) / len(rows)
+        for row, factor in factors.items():
+            omega[row] = factor / mean
+    return omega
+
+
+def drive_of(args: OPOConfig, omega: list[float], groups: list[list[int]]) -> list[float]:
+    drive = [0.0] * len(omega)
+    for rows in groups:
+        weights = [omega[row] for row in rows]
+        mean = statistics.fmean(weights)
+        spread = statistics.stdev(weights) if len(rows) > 1 else 0.0
+        if spread > 1e-12:
+            divisor = spread if args.drive_scaling == "group" else 1.0
+            for row in rows:
+                drive[row] = (omega[row] - mean) / divisor
+    if args.drive_scaling == "batch":
+        valid_rows = itertools.chain.from_iterable(groups)
+        spread = statistics.stdev(drive[row] for row in valid_rows)
+        drive = [force / spread for force in drive]
+    return drive
+
+
+def stiffness_of(args: OPOConfig, drive: list[float], groups: list[list[int]]) -> float:
+    mu = args.mu
+    if args.chi2_radius is not None:
+        valid_rows = itertools.chain.from_iterable(groups)
+        mean_square = statistics.fmean(drive[row] ** 2 for row in valid_rows)
+        mu = math.sqrt(mean_square / args.chi2_radius)
+    if args.positivity == "stiffen":
+        mu = max(mu, -min(drive))
+    return mu
+
+
+def target_of(args: OPOConfig, drive: list[float], mu: float, groups: list[list[int]]) -> list[float]:
+    target = [force / mu for force in drive]
+    if args.positivity == "clip":
+        least = -1 + args.positivity_epsilon
+        return [max(value, least) for value in target]
+    if args.positivity == "project":
+        for rows in groups:
+            projected = simplex_projection([target[row] for row in rows])
+            for row, value in zip(rows, projected, strict=True):
+                target[row] = value
+    return target
 
 
 def drive_and_target(
     args: OPOConfig, A: list[float], valid: list[bool], correction: list[float], tau: float, G: int
 ) -> SimpleNamespace:
     """Escort weights, drive, target and mu, computed on lists."""
-    N = len(A)
-    omega, drive = [0.0] * N, [0.0] * N
-    for start in range(0, N, G):
-        rows = [i for i in range(start, start + G) if valid[i]]
-        if not rows:
-            continue
-        exponent = {i: (1 - args.alpha) * (A[i] / tau - correction[i]) for i in rows}
-        top = max(exponent.values())
-        normalizer = sum(math.exp(e - top) for e in exponent.values()) / len(rows)
-        for i in rows:
-            omega[i] = math.exp(exponent[i] - top) / normalizer
-        mean = statistics.fmean(omega[i] for i in rows)
-        spread = statistics.stdev(omega[i] for i in rows) if len(rows) > 1 else 0.0
-        if spread > 1e-12:
-            for i in rows:
-                drive[i] = (omega[i] - mean) / (spread if args.drive_scaling == "group" else 1.0)
-    kept = [i for i in range(N) if valid[i]]
-    if args.drive_scaling == "batch":
-        spread = statistics.stdev(drive[i] for i in kept)
-        drive = [g / spread for g in drive]
-    mu = args.mu
-    if args.chi2_radius is not None:
-        mu = math.sqrt(statistics.fmean(drive[i] ** 2 for i in kept) / args.chi2_radius)
-    if args.positivity == "stiffen":
-        mu = max(mu, -min(drive))
-    target = [g / mu for g in drive]
-    if args.positivity == "clip":
-        target = [max(v, -1 + args.positivity_epsilon) for v in target]
-    elif args.positivity == "project":
-        for start in range(0, N, G):
-            rows = [i for i in range(start, start + G) if valid[i]]
-            if rows:
-                for i, v in zip(rows, simplex_projection([target[i] for i in rows]), strict=True):
-                    target[i] = v
+    groups = valid_groups(valid, G)
+    omega = escort_weights_of(args, A, correction, tau, groups)
+    drive = drive_of(args, omega, groups)
+    mu = stiffness_of(args, drive, groups)
+    target = target_of(args, drive, mu, groups)
     return SimpleNamespace(omega=omega, drive=drive, target=target, mu=mu, temperature=tau)
 
 
 @functools.cache
 def _float64_model(folder: str) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(folder).double().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return model.double().eval()
 
 
 def in_float64(policy: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -506,32 +601,42 @@ class Reference:
     """
 
     def __init__(self, trainer: Recording, script: Script, model: torch.nn.Module | None = None):
-        self.trainer, self.script, self.args = trainer, script, trainer.args
+        self.trainer = trainer
+        self.script = script
+        self.args = trainer.args
         self.G = trainer.args.num_generations
-        self.model = _float64_model(trainer.model.config._name_or_path) if model is None else model.double().eval()
+        if model is None:
+            self.model = _float64_model(trainer.model.config._name_or_path)
+        else:
+            self.model = model.double().eval()
         self._anchors: dict[tuple[int, int], Tensor] = {}
 
     def logps(self, policy: dict[str, Tensor], row: SimpleNamespace) -> tuple[Tensor, Tensor]:
         """Log-probability of each completion token and entropy at its position, from the full logits."""
         tokens = torch.tensor([row.prompt + row.completion])
-        attended = {"attention_mask": torch.tensor([vars(row).get("attended", [1] * tokens.numel())])}
-        logits = torch.func.functional_call(self.model, policy, args=(tokens,), kwargs=attended).logits[0]
-        logits = logits[len(row.prompt) - 1 : -1] / self.args.temperature
-        full = logits.log_softmax(-1)
-        chosen = full.gather(1, torch.tensor(row.completion)[:, None]).squeeze(1)
-        return chosen, -(full.exp() * full).sum(-1)
+        attended = vars(row).get("attended", [1] * tokens.numel())
+        mask = {"attention_mask": torch.tensor([attended])}
+        output = torch.func.functional_call(self.model, policy, args=(tokens,), kwargs=mask)
+        of_completion = output.logits[0, len(row.prompt) - 1 : -1]
+        all_logps = (of_completion / self.args.temperature).log_softmax(-1)
+        token_ids = torch.tensor(row.completion)[:, None]
+        chosen = all_logps.gather(1, token_ids).squeeze(1)
+        negative_entropies = (all_logps.exp() * all_logps).sum(-1)
+        return chosen, -negative_entropies
 
     @torch.no_grad()
     def anchor(self, rollout: int, row: int) -> Tensor:
         """Log-probability of each completion token under the policy that generated it."""
         if (rollout, row) not in self._anchors:
             policy = in_float64(self.trainer.rollouts[rollout].policy)
-            self._anchors[rollout, row], _ = self.logps(policy, self.script.calls[rollout][row])
+            entry = self.script.calls[rollout][row]
+            self._anchors[rollout, row], _ = self.logps(policy, entry)
         return self._anchors[rollout, row]
 
     def valid(self, row: SimpleNamespace) -> bool:
         masked = row.truncated and self.args.mask_truncated_completions
-        return not masked and any(row.own) and any(r is not None for r in row.rewards)
+        has_reward = any(reward is not None for reward in row.rewards)
+        return not masked and any(row.own) and has_reward
 
     def mean_length(self, rollout: int) -> float:
         """Mean number of tokens of a rollout's valid completions."""
@@ -540,110 +645,157 @@ class Reference:
 
     def drive(self, rollout: int) -> SimpleNamespace:
         """Advantages, escort weights, drive and target of a rollout."""
-        args, rows = self.args, self.script.calls[rollout]
+        args = self.args
+        rows = self.script.calls[rollout]
         valid = [self.valid(row) for row in rows]
-        sums, means = [], []
-        needed = args.anchor_correction != "absorbed" or args.adaptive_temperature
+        sums = []
+        means = []
+        needs_logps = args.anchor_correction != "absorbed" or args.adaptive_temperature
         for i, row in enumerate(rows):
             own = torch.tensor(row.own).bool()
-            logps = self.anchor(rollout, i)[own] if needed else torch.zeros(1)
-            sums.append(logps.sum().item())
-            means.append(logps.mean().item() if len(logps) else 0.0)
-        A = advantages([row.rewards for row in rows], args, self.G)
-        correction = {"absorbed": [0.0] * len(rows), "length_normalized": means, "sequence": sums}
+            logps = self.anchor(rollout, i)[own] if needs_logps else torch.zeros(1)
+            total = logps.sum().item()
+            sums.append(total)
+            means.append(total / max(len(logps), 1))
+        rewards = [row.rewards for row in rows]
+        A = advantages(rewards, args, self.G)
+        corrections = {"absorbed": [0.0] * len(rows), "length_normalized": means, "sequence": sums}
+        correction = corrections[args.anchor_correction]
         tau = args.escort_temperature
         if args.adaptive_temperature:
-            tau = self._temperature([m for m, v in zip(means, valid, strict=True) if v], rows, valid)
-        result = drive_and_target(args, A, valid, correction[args.anchor_correction], tau, self.G)
+            mean_logps = list(itertools.compress(means, valid))
+            valid_rewards = list(itertools.compress(rewards, valid))
+            tau = self._temperature(mean_logps, valid_rewards)
+        result = drive_and_target(args, A, valid, correction, tau, self.G)
         return SimpleNamespace(**vars(result), advantages=A, valid=valid)
 
-    def _temperature(self, anchor_means: list[float], rows: list, valid: list[bool]) -> float:
+    def _temperature(self, mean_logps: list[float], rewards: list[list[float | None]]) -> float:
+        """From the valid completions' mean log-probabilities per token, and their rewards by function."""
         args = self.args
-        H = min(max(-statistics.fmean(anchor_means) / math.log(self.model.config.vocab_size), 0.0), 1.0)
-        weights = args.reward_weights or [1.0] * len(rows[0].rewards)
-        rewards = [
-            sum(w * r for w, r in zip(weights, row.rewards, strict=True) if r is not None)
-            for row, kept in zip(rows, valid, strict=True)
-            if kept
-        ]
-        low, high = min(rewards), max(rewards)
-        success = 2 * (statistics.fmean(rewards) - low) / (high - low) - 1 if high > low else 0.0
-        tau = args.escort_temperature * (1 + 0.2 * H - 0.5 * (1 - H) * success)
-        return min(max(tau, args.temperature_range[0]), args.temperature_range[1])
+        surprise = -statistics.fmean(mean_logps)
+        entropy = surprise / math.log(self.model.config.vocab_size)
+        H = min(max(entropy, 0.0), 1.0)
+        weights = args.reward_weights or [1.0] * len(rewards[0])
+        sums = [weighted_sum(row_rewards, weights) for row_rewards in rewards]
+        low = min(sums)
+        high = max(sums)
+        success = 0.0
+        if high > low:
+            mean = statistics.fmean(sums)
+            success = 2 * (mean - low) / (high - low) - 1
+        cooling = 0.5 * (1 - H) * success
+        tau = args.escort_temperature * (1 + 0.2 * H - cooling)
+        least, most = args.temperature_range
+        return min(max(tau, least), most)
+
+    def _reduced(self, total: Tensor, length: int) -> Tensor:
+        """The sum over a completion's tokens, or with "mean" that sum over their number."""
+        return total / length if self.args.log_ratio_reduction == "mean" else total
+
+    def _clamped(self, delta: Tensor) -> Tensor:
+        """The log-ratio within its bounds, with the gradient of one that is not bounded."""
+        bound = self.args.log_ratio_clamp
+        excess = delta.clamp(-bound, bound) - delta
+        return delta + excess.detach()
+
+    def _age(self, log_ratio: Tensor) -> float:
+        """The bounded weight of a completion for the policy's distance to the one that generated it."""
+        if self.args.num_iterations > 1 and self.args.ratio_form != "truncated":
+            return min(math.exp(log_ratio.item()), 2.0)
+        return 1.0
+
+    def _work_and_dissipation(self, delta: Tensor, weight: float, target: float, mu: float) -> tuple[Tensor, Tensor]:
+        stiffness = weight * mu
+        if self.args.ratio_form == "truncated":
+            ratio = min(delta.exp().item(), 2.0)
+            push = stiffness * ratio * delta
+            return -target * push, (ratio - 1) * push
+        u = delta if self.args.ratio_form == "log" else delta.exp() - 1
+        force = stiffness * target
+        return -force * u, stiffness / 2 * u**2
+
+    def _kl(self, logps: Tensor, reference_logps: Tensor, log_ratios: Tensor) -> Tensor:
+        """TRL's estimate for each token."""
+        difference = reference_logps - logps
+        kl = difference.exp() - difference - 1
+        return kl * log_ratios.exp() if self.args.use_bias_correction_kl else kl
 
     def step(
         self,
         step: int,
         *,
         row_weight: Callable[[int, int], float] = lambda rollout, row: 1.0,
-        kept_tokens: Callable[[int, int, Tensor], Tensor] | None = None,
+        steering_tokens: Callable[[int, int], Tensor] | None = None,
         entropy_coef: float = 0.0,
         reference_policy: dict[str, Tensor] | None = None,
     ) -> SimpleNamespace:
         """
-        Loss and gradient of one optimizer step, and the samples' log-ratios.
+        Loss and gradient of one optimizer step, and the completions' log-ratios.
 
         Args:
-            row_weight: of a sample, from its rollout and index.
-            kept_tokens: bool mask of a sample's tokens that steer the policy, from rollout, index and entropies.
+            row_weight: of a completion, from its rollout and index.
+            steering_tokens: bool mask of a completion's tokens that steer the policy, from its rollout and index.
             entropy_coef: coefficient of the entropy bonus in this step.
             reference_policy: reference of the KL term; the initial policy by default.
         """
-        args, record = self.args, self.trainer.steps[step]
-        policy = {name: tensor.requires_grad_() for name, tensor in in_float64(record.policy).items()}
+        args = self.args
+        record = self.trainer.steps[step]
+        policy = in_float64(record.policy)
+        for tensor in policy.values():
+            tensor.requires_grad_()
         reference_policy = in_float64(self.trainer.initial if reference_policy is None else reference_policy)
-        batches = record.batches
-        members = [(int(k), int(i)) for b in batches for k, i in zip(b["rollout"], b["row"], strict=True)]
-        drives = {k: self.drive(k) for k, _ in members}
-        scales = {k: 1.0 if args.log_ratio_reduction == "mean" else 1 / self.mean_length(k) for k in drives}
+        members = []
+        for batch in record.batches:
+            members += zip(batch["rollout"].tolist(), batch["row"].tolist(), strict=True)
+        drives = {}
+        scales = {}
+        for k, _ in members:
+            if k not in drives:
+                drives[k] = self.drive(k)
+                scales[k] = 1.0 if args.log_ratio_reduction == "mean" else 1 / self.mean_length(k)
         out = SimpleNamespace(deltas=[], ratios=[], weights=[], targets=[], mus=[], work=[], dissipation=[], rows=[])
         losses = []
         for k, i in members:
-            row, drive = self.script.calls[k][i], drives[k]
+            row = self.script.calls[k][i]
+            drive = drives[k]
             own = torch.tensor(row.own).bool()
             if args.mask_truncated_completions and row.truncated:
                 own = torch.zeros_like(own)
             length = max(int(own.sum()), 1)
             logps, entropies = self.logps(policy, row)
-            anchor, age = self.anchor(k, i), 1.0
-            if args.num_iterations > 1 and args.ratio_form != "truncated":
-                moved = (logps - anchor)[own].sum().item()
-                age = min(math.exp(moved / length if args.log_ratio_reduction == "mean" else moved), 2.0)
-            steered = own if kept_tokens is None else own & kept_tokens(k, i, entropies.detach())
-            ratio = (logps - anchor)[steered].sum()
-            delta = ratio / length if args.log_ratio_reduction == "mean" else ratio
-            delta = delta + (delta.clamp(-args.log_ratio_clamp, args.log_ratio_clamp) - delta).detach()
-            u = delta if args.ratio_form == "log" else delta.exp() - 1
+            log_ratios = logps - self.anchor(k, i)
+            log_ratio = log_ratios[own].sum()
+            age = self._age(self._reduced(log_ratio, length))
+            steering = own if steering_tokens is None else own & steering_tokens(k, i)
+            steering_log_ratio = log_ratios[steering].sum()
+            delta = self._clamped(self._reduced(steering_log_ratio, length))
+            target = drive.target[i]
             weight = age * row_weight(k, i) if drive.valid[i] else 0.0
-            work, dissipation = -weight * drive.mu * drive.target[i] * u, weight * drive.mu / 2 * u**2
-            if args.ratio_form == "truncated":
-                u = min(u.item(), 1.0)
-                weighted = weight * (1 + u) * drive.mu * delta
-                work, dissipation = -weighted * drive.target[i], weighted * u
+            work, dissipation = self._work_and_dissipation(delta, weight, target, drive.mu)
             loss = scales[k] * (work + dissipation)
             if args.beta:
                 with torch.no_grad():
-                    ref, _ = self.logps(reference_policy, row)
-                kl = (ref - logps).exp() - (ref - logps) - 1
-                if args.use_bias_correction_kl:
-                    kl = kl * (logps - anchor).exp()
-                kl = kl[own].sum()
-                loss = loss + args.beta * scales[k] * (kl / length if args.log_ratio_reduction == "mean" else kl)
+                    reference_logps, _ = self.logps(reference_policy, row)
+                kl = self._kl(logps, reference_logps, log_ratios)
+                reduced_kl = self._reduced(kl[own].sum(), length)
+                loss = loss + args.beta * scales[k] * reduced_kl
             if entropy_coef:
-                loss = loss - entropy_coef * entropies[steered].sum() / max(int(steered.sum()), 1)
-            losses.append(loss if drive.valid[i] else 0.0)  # invalid samples have no KL term and no bonus either
+                mean_entropy = entropies[steering].sum() / max(int(steering.sum()), 1)
+                loss = loss - entropy_coef * mean_entropy
+            losses.append(loss if drive.valid[i] else 0.0)  # invalid completions have no KL term and no bonus either
             out.rows.append((k, i))
             out.deltas.append(delta.item())
-            out.ratios.append((logps - anchor)[own].sum().item())
+            out.ratios.append(log_ratio.item())
             out.weights.append(weight)
-            out.targets.append(drive.target[i])
+            out.targets.append(target)
             out.mus.append(drive.mu)
-            out.work.append(float(work.detach()))
-            out.dissipation.append(float(dissipation.detach()))
+            out.work.append(work.item())
+            out.dissipation.append(dissipation.item())
         total = sum(losses) / len(losses)
         # Parameters without any effect have a gradient of zero.
         gradients = torch.autograd.grad(total, list(policy.values()), allow_unused=True, materialize_grads=True)
-        out.loss, out.gradient = total.item(), dict(zip(policy, gradients, strict=True))
+        out.loss = total.item()
+        out.gradient = dict(zip(policy, gradients, strict=True))
         return out
 
 
@@ -651,13 +803,15 @@ class Reference:
 
 
 def norm(gradient: dict[str, Tensor]) -> float:
-    return math.sqrt(sum(g.double().square().sum().item() for g in gradient.values()))
+    squares = [tensor.double().square().sum() for tensor in gradient.values()]
+    return math.sqrt(sum(square.item() for square in squares))
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     """Norm of the difference, over all tensors."""
     assert one.keys() == other.keys()
-    return norm({name: one[name].double() - other[name].double() for name in one})
+    differences = {name: tensor.double() - other[name].double() for name, tensor in one.items()}
+    return norm(differences)
 
 
 def relative_error(gradient: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
@@ -669,8 +823,10 @@ def assert_step_equals(record: Step, reference: SimpleNamespace, tolerance: floa
     assert norm(reference.gradient) > 1e-3, "the reference has no gradient: the comparison would prove nothing"
     assert relative_error(record.gradient, reference.gradient) < tolerance
     # Work and bonus may cancel, so the error of the loss is relative to the size of its terms.
-    size = statistics.fmean(abs(w) + d for w, d in zip(reference.work, reference.dissipation, strict=True))
-    assert abs(sum(record.losses) - reference.loss) < 1e-5 * (1 + abs(reference.loss) + size)
+    size_of_work = statistics.fmean(map(abs, reference.work))
+    size_of_terms = size_of_work + statistics.fmean(reference.dissipation)
+    error = abs(sum(record.losses) - reference.loss)
+    assert error < 1e-5 * (1 + abs(reference.loss) + size_of_terms)
 
 
 def several_processes(folder: Path, sharding: str) -> list[str]:
@@ -679,11 +835,15 @@ def several_processes(folder: Path, sharding: str) -> list[str]:
 
     With `use_cpu`, DeepSpeed is off, and without a backend accelerate sees a single process.
     """
-    config = yaml.safe_load((RECIPES / "accelerate" / f"{sharding}.yaml").read_text())
+    shipped = RECIPES / "accelerate" / f"{sharding}.yaml"
+    config = yaml.safe_load(shipped.read_text())
+    config["mixed_precision"] = "no"
     path = folder / f"{sharding}.yaml"
-    path.write_text(yaml.safe_dump({**config, "mixed_precision": "no"}))
-    device = ["--ddp_backend", "gloo"] if USE_CPU and sharding.startswith("zero") else ["--use_cpu", str(USE_CPU)]
-    return ["--accelerate_config", str(path), *device]
+    path.write_text(yaml.safe_dump(config))
+    arguments = ["--accelerate_config", str(path)]
+    if USE_CPU and sharding.startswith("zero"):
+        return [*arguments, "--ddp_backend", "gloo"]
+    return [*arguments, "--use_cpu", str(USE_CPU)]
 
 
 @contextmanager

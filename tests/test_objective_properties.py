@@ -50,7 +50,9 @@ class Rollout:
 
     @property
     def keep(self) -> torch.Tensor:
-        return torch.ones_like(self.advantages, dtype=torch.bool) if self.valid is None else self.valid
+        if self.valid is None:
+            return torch.ones_like(self.advantages, dtype=torch.bool)
+        return self.valid
 
     def by_group(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(-1, self.group)
@@ -58,27 +60,26 @@ class Rollout:
 
 @st.composite
 def rollouts(draw, dtypes=(torch.float32, torch.float64)):
-    group, groups = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    group = draw(st.integers(1, 9))
+    groups = draw(st.integers(1, 4))
     dtype = draw(st.sampled_from(dtypes))
 
-    def rows(elements):
-        return draw(st.lists(elements, min_size=group * groups, max_size=group * groups))
+    def by_row(elements, dtype):
+        n = group * groups
+        values = draw(st.lists(elements, min_size=n, max_size=n))
+        return torch.tensor(values, dtype=dtype)
 
-    advantages = torch.tensor(rows(ADVANTAGES), dtype=dtype)
-    logps = torch.tensor(rows(LOGPS), dtype=dtype)
-    valid = torch.tensor(rows(st.booleans())) if draw(st.booleans()) else None
+    advantages = by_row(ADVANTAGES, dtype)
+    logps = by_row(LOGPS, dtype)
+    has_mask = draw(st.booleans())
+    valid = by_row(st.booleans(), torch.bool) if has_mask else None
     anchor_logps = draw(st.sampled_from([None, logps]))
-    return Rollout(
-        group=group,
-        advantages=advantages,
-        anchor_logps=anchor_logps,
-        valid=valid,
-        alpha=draw(ALPHAS),
-        temperature=10 ** draw(st.floats(-3, 3)),
-        mu=10 ** draw(st.floats(-3, 3)),
-        scaling=draw(SCALINGS),
-        positivity=draw(POSITIVITIES),
-    )
+    alpha = draw(ALPHAS)
+    temperature = 10 ** draw(st.floats(-3, 3))
+    mu = 10 ** draw(st.floats(-3, 3))
+    scaling = draw(SCALINGS)
+    positivity = draw(POSITIVITIES)
+    return Rollout(group, advantages, anchor_logps, valid, alpha, temperature, mu, scaling, positivity)
 
 
 def steps_one_to_five(r: Rollout):
@@ -103,9 +104,11 @@ def test_drive_and_target_are_finite_and_zero_on_invalid_rows(r):
     assert mu >= r.mu * (1 - 1e-6)
     if r.positivity != "none":
         assert (target >= -1).all()
-    for weights, drives, valid in zip(r.by_group(omega), r.by_group(drive), r.by_group(keep), strict=True):
-        if len(weights[valid].unique()) <= 1:
-            assert not drives.any()
+    by_group = map(r.by_group, (omega, drive, keep))
+    for group_omega, group_drive, group_keep in zip(*by_group, strict=True):
+        distinct = group_omega[group_keep].unique()
+        if len(distinct) <= 1:
+            assert not group_drive.any()
 
 
 @every_example
@@ -119,16 +122,18 @@ def test_escort_weights_have_mean_one_and_an_unscaled_drive_conserves_probabilit
     total = r.by_group(omega).sum(dim=1)
     assert_close(total, counts.to(omega.dtype), rtol=10 * eps, atol=0)
     assert_close(chemical_potential, has_rows, rtol=10 * eps, atol=0)
-    residual = r.by_group(drive).sum(dim=1).abs().max()
-    assert residual <= 10 * eps * r.group
+    residuals = r.by_group(drive).sum(dim=1)
+    assert residuals.abs().max() <= 10 * eps * r.group
 
 
 @every_example
 @given(group=st.integers(2, 9), data=st.data(), alpha=st.floats(0, 0.99), temperature=st.floats(0.1, 10))
 def test_scaled_by_group_the_drive_of_two_valued_rewards_is_the_z_scored_advantage(group, data, alpha, temperature):
     right = data.draw(st.integers(1, group - 1))
-    rewards = torch.tensor([1.0] * right + [0.0] * (group - right), dtype=torch.float64)
-    advantages = (rewards - rewards.mean()) / rewards.std()
+    rewards = torch.zeros(group, dtype=torch.float64)
+    rewards[:right] = 1.0
+    centered = rewards - rewards.mean()
+    advantages = centered / rewards.std()
     omega = escort_weights(advantages, alpha=alpha, num_generations=group, temperature=temperature)
     drive, _ = project(omega, num_generations=group, scaling="group")
     assert_close(drive, advantages)
@@ -137,16 +142,19 @@ def test_scaled_by_group_the_drive_of_two_valued_rewards_is_the_z_scored_advanta
 @every_example
 @given(rollouts(), st.floats(-4, 2), TRASH)
 def test_target_of_a_chi2_radius_has_that_radius(r, log_radius, trash):
-    radius, keep = 10**log_radius, r.keep
+    radius = 10**log_radius
+    keep = r.keep
     _, drive, _, _, _ = steps_one_to_five(r)
     mu = stiffness_for_radius(drive, radius, valid=r.valid)
     with_trash = drive.masked_fill(~keep, trash)
-    assert torch.equal(mu, stiffness_for_radius(with_trash, radius, valid=r.valid))
+    mu_with_trash = stiffness_for_radius(with_trash, radius, valid=r.valid)
+    assert torch.equal(mu, mu_with_trash)
     assert mu.isfinite()
     assert mu > 0
     target = drive / mu
     if drive.any():
-        assert_close(target[keep].square().mean().item(), radius, rtol=1e-5, atol=0)
+        mean_square = target[keep].square().mean()
+        assert_close(mean_square.item(), radius, rtol=1e-5, atol=0)
     else:
         assert not target.any()
 
@@ -154,32 +162,35 @@ def test_target_of_a_chi2_radius_has_that_radius(r, log_radius, trash):
 @every_example
 @given(rollouts(), TRASH)
 def test_value_of_an_invalid_row_never_changes_anything_else(r, trash):
-    with_trash = replace(r, advantages=r.advantages.masked_fill(~r.keep, trash))
+    invalid = ~r.keep
+    with_trash = replace(r, advantages=r.advantages.masked_fill(invalid, trash))
     if r.anchor_logps is not None:
-        with_trash.anchor_logps = r.anchor_logps.masked_fill(~r.keep, trash)
+        with_trash.anchor_logps = r.anchor_logps.masked_fill(invalid, trash)
     clean = steps_one_to_five(r)
     dirty = steps_one_to_five(with_trash)
-    for before, after in zip(clean, dirty, strict=True):
-        assert torch.equal(before, after)
+    for expected, actual in zip(clean, dirty, strict=True):
+        assert torch.equal(expected, actual)
 
 
 @every_example
 @given(rollouts(), RATIO_FORMS, st.floats(0.1, 20), st.sampled_from(["sum", "mean"]), st.data())
 def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r, ratio_form, clamp, reduction, data):
-    keep, dtype = r.keep, r.advantages.dtype
+    keep = r.keep
+    dtype = r.advantages.dtype
     omega, drive, _, target, mu = steps_one_to_five(r)
-    shape = (len(keep), data.draw(st.integers(1, 5)))
+    width = data.draw(st.integers(1, 5))
+    size = len(keep) * width
 
-    def matrix(elements):
-        size = math.prod(shape)
+    def matrix(elements, dtype):
         values = data.draw(st.lists(elements, min_size=size, max_size=size))
-        return torch.tensor(values).view(shape)
+        return torch.tensor(values).to(dtype).view(-1, width)
 
-    mask = matrix(st.booleans())
+    mask = matrix(st.booleans(), torch.bool)
     trash = data.draw(TRASH)  # stands wherever a token is masked
-    logps = matrix(LOGPS).to(dtype).masked_fill(~mask, trash).requires_grad_()
-    anchor = matrix(LOGPS).to(dtype).masked_fill(~mask, trash)
-    log_ratio, clamped = log_ratio_of(logps, anchor, mask, reduction=reduction, clamp=clamp)
+    logps = matrix(LOGPS, dtype).masked_fill(~mask, trash)
+    logps.requires_grad_()
+    behaviour_logps = matrix(LOGPS, dtype).masked_fill(~mask, trash)
+    log_ratio, clamped = log_ratio_of(logps, behaviour_logps, mask, reduction=reduction, clamp=clamp)
     assert log_ratio.abs().max() <= clamp * (1 + 1e-6)
 
     weights = keep.to(dtype)
@@ -194,6 +205,8 @@ def test_loss_gradient_and_diagnostics_are_finite_when_log_ratios_are_clamped(r,
     logged = step_metrics(log_ratio, weights, clamped)
     if keep.any():
         targets = Targets(drive, target, mu, omega, torch.tensor(r.temperature))
-        logged |= rollout_metrics(targets, Groups(drive, drive, keep, r.group))
+        groups = Groups(drive, drive, keep, r.group)
+        logged |= rollout_metrics(targets, groups)
         assert 1 - 1e-5 <= logged["escort/ess"] <= r.group * (1 + 1e-5)
-    assert all(value.isfinite() for value in logged.values())
+    for value in logged.values():
+        assert value.isfinite()

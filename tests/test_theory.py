@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from by_hand import gradient_of_sum, table
 
 from opo_trl.config import ObjectiveConfig
-from opo_trl.objective import MAX_WEIGHT, OPO, Samples
+from opo_trl.objective import MAX_WEIGHT, OPO
 from opo_trl.objectives import TOPR
 
 
@@ -12,11 +13,15 @@ MU = 0.7
 
 
 def reverse_kl(policy, before, push):
-    return policy @ push - MU * policy @ (policy / before).log()
+    log_ratio = (policy / before).log()
+    divergence = policy @ log_ratio
+    return policy @ push - MU * divergence
 
 
 def chi2(policy, before, push):
-    return policy @ push - MU / 2 * before @ (policy / before - 1).square()
+    excess = policy / before - 1
+    divergence = before @ excess.square()
+    return policy @ push - MU / 2 * divergence
 
 
 def truncated(policy, before, push):
@@ -27,8 +32,10 @@ def truncated(policy, before, push):
     beyond = excess.clamp(min=0)
     reward = bounded + MAX_WEIGHT * beyond
     slope = MAX_WEIGHT * (MAX_WEIGHT - 1)
-    penalty = (bounded - 1).square() / 2 + slope * beyond
-    return before @ (reward * push - MU * penalty)
+    within = (bounded - 1).square() / 2
+    penalty = within + slope * beyond
+    values = reward * push - MU * penalty
+    return before @ values
 
 
 CASES = {
@@ -40,11 +47,8 @@ CASES = {
 }
 
 
-def table(target, mu, policy, before, reused=True):
-    """A completion of one token for each entry."""
-    one = torch.ones_like(before)
-    tokens = {"logps": policy.log()[:, None], "anchor_logps": before.log()[:, None], "mask": one.bool()[:, None]}
-    return Samples(**tokens, target=target, mu=mu * one, weights=one, age=0 * one, reused=reused)
+def uniform_policy():
+    return torch.full((6,), 1 / 6, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -57,18 +61,22 @@ def test_gradient_is_that_of_the_objective(case):
 
     before = normal().softmax(0)
     size_of_change = 3.0 if objective is truncated else 0.4
-    logits = before.log() + size_of_change * normal()
+    change = size_of_change * normal()
+    logits = before.log() + change
     logits.requires_grad_()
     push = normal()
     policy = logits.softmax(0)
-    largest = (policy / before).max()
+    ratio = policy / before
+    largest = ratio.max()
     if objective is truncated:
         assert largest > 1.5 * MAX_WEIGHT
     else:
         assert 1.2 < largest < MAX_WEIGHT
     config = ObjectiveConfig(mu=MU, log_ratio_clamp=20.0, **fields)
-    loss = kind(config).loss(table(push / MU, MU, policy, before, reused))
-    expected_loss = before @ (loss.work + loss.dissipation)
+    samples = table(push / MU, policy, before, mu=MU, reused=reused)
+    loss = kind(config).loss(samples)
+    losses = loss.work + loss.dissipation
+    expected_loss = before @ losses
     (gradient,) = torch.autograd.grad(-expected_loss, logits, retain_graph=True)
     (expected,) = torch.autograd.grad(objective(policy, before, push), logits)
     assert torch.allclose(gradient, expected, atol=1e-12)
@@ -76,50 +84,65 @@ def test_gradient_is_that_of_the_objective(case):
 
 
 def topr(right, wrong):
-    fields = {"positive_bounds": list(right), "negative_bounds": list(wrong), "log_ratio_clamp": 20.0}
-    return TOPR(ObjectiveConfig(objective="topr", **fields))
+    """With these bounds of the weights of right and of wrong completions."""
+    config = ObjectiveConfig(
+        objective="topr", positive_bounds=list(right), negative_bounds=list(wrong), log_ratio_clamp=20.0
+    )
+    return TOPR(config)
 
 
 def steps_until_right(start, right, most=1000):
     """Steps until right answers, whose logits begin at `start`, have half of the mass; their t at first."""
-    behaviour = torch.full((6,), 1 / 6, dtype=torch.float64)
+    behaviour = uniform_policy()
     is_right = torch.tensor([True, False, False, True, False, False])
-    logits = torch.where(is_right, start, 0.0).double().requires_grad_()
-    push, objective = is_right.double() - 1 / 3, topr(right, (0, 2))
-    lost = float(logits.detach().softmax(0)[0] * 6)
+    push = is_right.double() - 1 / 3
+    objective = topr(right, (0, 2))
+    logits = torch.where(is_right, start, 0.0).double()
+    first_ratios = logits.softmax(0) * 6
+    ratio_at_first = first_ratios[0].item()
     for n in range(most):
+        logits.requires_grad_()
         policy = logits.softmax(0)
-        if policy[is_right].sum() > 0.5:
-            return n, lost
-        work = objective.loss(table(push, 1.0, policy, behaviour)).work
-        (gradient,) = torch.autograd.grad(behaviour @ work, logits)
-        logits = (logits - gradient).detach().requires_grad_()
-    return most, lost
+        mass_of_right = policy[is_right].sum()
+        if mass_of_right > 0.5:
+            return n, ratio_at_first
+        samples = table(push, policy, behaviour)
+        expected_work = behaviour @ objective.loss(samples).work
+        logits = logits.detach() - gradient_of_sum(expected_work, logits)
+    return most, ratio_at_first
 
 
 def test_a_lost_answer_is_on_a_plateau_that_takes_one_over_t_steps_to_leave():
     for start in (-4.0, -5.0):
-        steps, lost = steps_until_right(start, (0, 2))
-        assert 4 < steps * lost < 4.5
-    assert steps_until_right(-12.0, (0, 2))[0] == 1000  # 1/t is 100,000 there: not lost for ever, but for this run
+        steps, ratio_at_first = steps_until_right(start, (0, 2))
+        assert 4 < steps * ratio_at_first < 4.5
+    steps, _ = steps_until_right(-12.0, (0, 2))
+    assert steps == 1000  # 1/t is 100,000 there: not lost for ever, but for this run
 
 
 def test_a_lower_bound_of_1_leaves_the_plateau_at_once():
-    steps = [steps_until_right(start, (1, 2))[0] for start in (-4.0, -8.0, -12.0)]
-    assert steps[2] < 100
-    assert steps[2] - steps[1] == pytest.approx(steps[1] - steps[0], abs=1)  # it grows like log 1/t
+    from_near, _ = steps_until_right(-4.0, (1, 2))
+    from_far, _ = steps_until_right(-8.0, (1, 2))
+    from_farthest, _ = steps_until_right(-12.0, (1, 2))
+    assert from_farthest < 100
+    assert from_farthest - from_far == pytest.approx(from_far - from_near, abs=1)  # it grows like log 1/t
 
 
 def net_forces(right, wrong):
     """The sums of the forces on a group of six completions of which one to five are right, for 280 groups."""
-    random, objective = torch.Generator().manual_seed(0), topr(right, wrong)
+    random = torch.Generator().manual_seed(0)
+    objective = topr(right, wrong)
+    behaviour = uniform_policy()
     for n in range(280):
-        behaviour = torch.full((6,), 1 / 6, dtype=torch.float64)
-        log_ratio = torch.randn(6, generator=random, dtype=torch.float64).requires_grad_()
-        push = (torch.arange(6) < 1 + n % 5).double()
-        samples = table(push - push.mean(), 1.0, behaviour * log_ratio.exp(), behaviour)
-        (force,) = torch.autograd.grad(-objective.loss(samples).work.sum(), log_ratio)
-        yield float(force.sum())
+        log_ratio = torch.randn(6, generator=random, dtype=torch.float64)
+        log_ratio.requires_grad_()
+        policy = behaviour * log_ratio.exp()
+        count_of_right = 1 + n % 5
+        rewards = (torch.arange(6) < count_of_right).double()
+        samples = table(rewards - rewards.mean(), policy, behaviour)
+        loss = objective.loss(samples)
+        forces = gradient_of_sum(-loss.work, log_ratio)
+        yield float(forces.sum())
 
 
 @pytest.mark.parametrize(("wrong", "can_be_negative"), [((0, 1), False), ((0, 2), True)])

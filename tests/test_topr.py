@@ -4,33 +4,32 @@ from dataclasses import replace
 
 import pytest
 import torch
+from by_hand import table
 from helpers import EXACT, RecordingOPO, Script, logged, norm, relative_error, trained
 
 from opo_trl.config import ObjectiveConfig
-from opo_trl.objective import Groups, Samples, escort_weights
+from opo_trl.objective import Groups, escort_weights
 from opo_trl.objectives import TOPR
 
 
-TRUNCATED = {"objective": "topr", "positive_bounds": [0, 2], "negative_bounds": [0, 2]}
+TRUNCATED = {"positive_bounds": [0, 2], "negative_bounds": [0, 2]}
 
 
 def topr(**fields) -> TOPR:
-    return TOPR(ObjectiveConfig(**{"objective": "topr", "log_ratio_clamp": 20.0, **fields}))
-
-
-def table(target, policy, before):
-    """A completion of one token for each entry."""
-    one = torch.ones_like(before)
-    tokens = {"logps": policy.log()[:, None], "anchor_logps": before.log()[:, None], "mask": one.bool()[:, None]}
-    return Samples(**tokens, target=target, mu=one, weights=one, age=0 * one, reused=True)
+    config = ObjectiveConfig(objective="topr", log_ratio_clamp=20.0, **fields)
+    return TOPR(config)
 
 
 def potential(ratio, low, high):
     """Whose derivative by the logarithm of the ratio is the ratio within bounds."""
-    below = low * ((ratio / low).log() + 1) if low else 0 * ratio
-    above = high * ((ratio / high).log() + 1)
+
+    def beyond(bound):
+        log_of_excess = (ratio / bound).log()
+        return bound * (log_of_excess + 1)
+
+    below = beyond(low) if low else torch.zeros_like(ratio)
     not_above = torch.where(ratio < low, below, ratio)
-    return torch.where(ratio > high, above, not_above)
+    return torch.where(ratio > high, beyond(high), not_above)
 
 
 @pytest.mark.parametrize("right", [(0, 2), (1, 1), (1, 2)])
@@ -38,17 +37,21 @@ def potential(ratio, low, high):
 def test_gradient_is_that_of_the_potential_of_its_bounds(right, wrong):
     """With bounds of 0 and 2, and ratios within them, of the expected reward."""
     random = torch.Generator().manual_seed(3)
-    before, moved, push = torch.randn(3, 8, generator=random, dtype=torch.float64)
-    before = before.softmax(0)
+    logits_before, change, push = torch.randn(3, 8, generator=random, dtype=torch.float64)
+    before = logits_before.softmax(0)
+    objective = topr(positive_bounds=list(right), negative_bounds=list(wrong))
     for size in (0.4, 3.0):
-        logits = (before.log() + size * moved).requires_grad_()
+        logits = before.log() + size * change
+        logits.requires_grad_()
         policy = logits.softmax(0)
-        loss = topr(positive_bounds=list(right), negative_bounds=list(wrong)).loss(table(push, policy, before))
-        losses = loss.work + loss.dissipation
-        (gradient,) = torch.autograd.grad(-before @ losses, logits, retain_graph=True)
+        samples = table(push, policy, before)
+        loss = objective.loss(samples)
+        expected_loss = before @ (loss.work + loss.dissipation)
+        (gradient,) = torch.autograd.grad(-expected_loss, logits, retain_graph=True)
         ratio = policy / before
         potentials = torch.where(push > 0, potential(ratio, *right), potential(ratio, *wrong))
-        (expected,) = torch.autograd.grad(before @ (push * potentials), logits, retain_graph=True)
+        expected_potential = before @ (push * potentials)
+        (expected,) = torch.autograd.grad(expected_potential, logits, retain_graph=True)
         assert torch.allclose(gradient, expected, atol=1e-12)
         assert expected.norm() > 0.05
         if right == wrong == (0, 2) and size < 1:
@@ -57,47 +60,51 @@ def test_gradient_is_that_of_the_potential_of_its_bounds(right, wrong):
             assert torch.allclose(gradient, of_expected_reward, atol=1e-12)
 
 
-def groups(rewards, **fields) -> Groups:
-    valid = torch.arange(len(rewards)) != 7
-    return Groups(**{"advantages": rewards.sign(), "rewards": rewards, "valid": valid, "num_generations": 4} | fields)
-
-
 def test_pushes_are_rewards_advantages_or_escort_weights():
-    rewards = torch.randn(12, generator=torch.Generator().manual_seed(5)).round(decimals=1)
-    known = groups(rewards)
+    random = torch.Generator().manual_seed(5)
+    rewards = torch.randn(12, generator=random).round(decimals=1)
+    advantages = rewards.sign()
+    valid = torch.arange(12) != 7
+    groups = Groups(advantages=advantages, rewards=rewards, valid=valid, num_generations=4)
     pushes = {
         "reward": rewards,
-        "advantage": rewards.sign(),
-        "escort": escort_weights(rewards.sign(), alpha=0.2, **known.rows),
+        "advantage": advantages,
+        "escort": escort_weights(advantages, alpha=0.2, **groups.rows),
     }
     for name, push in pushes.items():
         fields = {"alpha": 0.2} if name == "escort" else {}
-        target = topr(push=name, **fields).targets(known).target
-        for group in range(3):
-            rows = slice(4 * group, 4 * group + 4)
-            valid, of_group = known.valid[rows], push[rows]
-            centred = torch.where(valid, of_group - of_group[valid].mean(), 0.0)
-            assert torch.allclose(target[rows], centred, atol=1e-6)
+        objective = topr(push=name, **fields)
+        target = objective.targets(groups).target
+        of_groups = zip(push.view(3, 4), valid.view(3, 4), target.view(3, 4), strict=True)
+        for group_push, group_valid, group_target in of_groups:
+            mean = group_push[group_valid].mean()
+            centered = torch.where(group_valid, group_push - mean, 0.0)
+            assert torch.allclose(group_target, centered, atol=1e-6)
 
 
 @pytest.mark.parametrize("push", ["reward", "advantage", "escort"])
 def test_nothing_is_pushed_where_all_rewards_are_equal(push):
     """Also where rounding leaves something of the advantages, as for 0.9 in float32."""
     rewards = torch.full((8,), 0.9)
-    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    rounding_errors = rewards - rewards.mean()
+    advantages = rounding_errors / (rewards.std() + 1e-4)
     assert advantages.any()
     every = torch.ones(8).bool()
-    known = Groups(advantages=advantages, rewards=rewards, valid=every, num_generations=8)
-    assert not topr(push=push).targets(known).target.any()
+    groups = Groups(advantages=advantages, rewards=rewards, valid=every, num_generations=8)
+    targets = topr(push=push).targets(groups)
+    assert not targets.target.any()
 
 
 def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
     logps = torch.tensor([[0.5], [torch.nan]]).log().requires_grad_()
-    samples = table(torch.tensor([0.5, -0.5]), torch.ones(2), torch.tensor([0.4, 0.6]))
-    loss = topr(**TRUNCATED).loss(replace(samples, logps=logps, weights=torch.tensor([1.0, 0.0])))
+    before = torch.tensor([0.4, 0.6])
+    samples = table(torch.tensor([0.5, -0.5]), torch.ones(2), before)
+    weighted = replace(samples, logps=logps, weights=torch.tensor([1.0, 0.0]))
+    loss = topr(**TRUNCATED).loss(weighted)
     loss.work.sum().backward()
     assert loss.weights.tolist() == pytest.approx([1.25, 0])
-    assert logps.grad[:, 0].tolist() == pytest.approx([-1.25 * 0.5, 0])
+    gradient = logps.grad.squeeze(1)
+    assert gradient.tolist() == pytest.approx([-1.25 * 0.5, 0])
 
 
 def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):
@@ -139,12 +146,12 @@ def test_groups_of_equal_rewards_are_not_computed_where_nothing_pulls_them_back(
         "learning_rate": 0.02,
     }
     rewards = [1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    with_all, without = (
-        trained(tiny_model, tmp_path / str(skips), script=Script(rewards), skip_inert_rows=skips, **options)
-        for skips in (False, True)
-    )
-    second = logged(without)[1]
-    assert (second["opo/frac_skipped"], second["opo/frac_masked"]) == (skipped, 0)
+    computing_all = trained(tiny_model, tmp_path / "all", script=Script(rewards), skip_inert_rows=False, **options)
+    skipping = trained(tiny_model, tmp_path / "skipping", script=Script(rewards), skip_inert_rows=True, **options)
+    _, second = logged(skipping)
+    assert second["opo/frac_skipped"] == skipped
+    assert second["opo/frac_masked"] == 0
     assert second["opo/chi2"] > 1e-8
-    assert norm(with_all.steps[1].gradient) > 1e-3
-    assert relative_error(without.steps[1].gradient, with_all.steps[1].gradient) < EXACT
+    expected = computing_all.steps[1].gradient
+    assert norm(expected) > 1e-3
+    assert relative_error(skipping.steps[1].gradient, expected) < EXACT

@@ -130,10 +130,12 @@ def test_entropy_bonus(tiny_model, tmp_path):
     )
     reference = Reference(trainer, script)
     for k, record in enumerate(trainer.steps):
-        kept = high_entropy_tokens(reference, quantile)
-        assert_step_equals(record, reference.step(k, entropy_coef=2.0, kept_tokens=kept))
-        for without in ({"kept_tokens": kept}, {"entropy_coef": 2.0}):
-            assert relative_error(record.gradient, reference.step(k, **without).gradient) > 0.01
+        steering = high_entropy_tokens(reference, quantile)
+        expected = reference.step(k, entropy_coef=2.0, steering_tokens=steering)
+        assert_step_equals(record, expected)
+        for one_option in ({"steering_tokens": steering}, {"entropy_coef": 2.0}):
+            without_the_other = reference.step(k, **one_option)
+            assert relative_error(record.gradient, without_the_other.gradient) > 0.01
 
 
 def high_entropy_tokens(reference: Reference, quantile: float):
@@ -143,18 +145,21 @@ def high_entropy_tokens(reference: Reference, quantile: float):
     @torch.no_grad()
     def entropies(k: int, i: int) -> torch.Tensor:
         policy = in_float64(reference.trainer.rollouts[k].policy)
-        return reference.logps(policy, reference.script.calls[k][i])[1]
+        row = reference.script.calls[k][i]
+        _, entropy = reference.logps(policy, row)
+        return entropy
 
     @functools.cache
     def threshold(k: int) -> torch.Tensor:
-        entropies_of_rollout = []
+        of_completions = []
         for i, row in enumerate(reference.script.calls[k]):
             if reference.valid(row):
-                is_own = torch.tensor(row.own).bool()
-                entropies_of_rollout.append(entropies(k, i)[is_own])
-        return torch.quantile(torch.cat(entropies_of_rollout), 1 - quantile)
+                own = torch.tensor(row.own).bool()
+                of_completions.append(entropies(k, i)[own])
+        of_rollout = torch.cat(of_completions)
+        return torch.quantile(of_rollout, 1 - quantile)
 
-    return lambda k, i, now: entropies(k, i) >= threshold(k) - 1e-6
+    return lambda k, i: entropies(k, i) >= threshold(k) - 1e-6
 
 
 # Samples and tokens that count

@@ -40,6 +40,8 @@ def test_every_step_of_a_run_logs_its_phases(tiny_model, tmp_path):
     trainer.train()
     first, second = logged(trainer)
     assert first["opo/time/score"] >= PAUSE
-    assert all(first[f"opo/time/{phase}"] > 0 for phase in ("generate", "anchor", "update"))
-    assert [second[f"opo/time/{phase}"] for phase in PHASES] == [0, 0, 0, second["opo/time/update"], 0]
-    assert second["opo/time/update"] > 0
+    for phase in ("generate", "anchor", "update"):
+        assert first[f"opo/time/{phase}"] > 0
+    update = second["opo/time/update"]
+    assert [second[f"opo/time/{phase}"] for phase in PHASES] == [0, 0, 0, update, 0]
+    assert update > 0
