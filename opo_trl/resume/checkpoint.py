@@ -37,7 +37,7 @@ from .other_processes import CUT, completions, converted, divide, fitting
 
 logger = get_logger(__name__)
 
-FORMAT = 6  # of the files of states
+FORMAT = 7  # of the files of states
 
 LAST = (True, "true", "True", "last", "auto")  # names of a run's last complete checkpoint
 
