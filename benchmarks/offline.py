@@ -317,7 +317,7 @@ def make_trainer(run: Run, rows: list[dict[str, Any]], folder: str) -> Any:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         parts = {"objective_class": OBJECTIVES[run.method]}
         if run.task == PRETRAINED and run.method in WITHOUT_PULL_BACK:
-            parts["_zero_gradient"] = lambda self, rows, on_policy: rows["opo_target"] == 0
+            parts["_left_out"] = lambda self, rows, on_policy: rows["opo_target"] == 0
         kind = type("OPOTrainer", (OPOTrainer,), parts)
         own = {
             "mu": MU.get(run.method, 0.3),

@@ -72,9 +72,9 @@ class Batch(TypedDict, total=False):
 
     # Of an optimizer step or a micro-batch
 
-    opo_idle: Tensor  # bool `[B]`: whether it is at rest while the policy has not moved; by `_micro_batches`
+    opo_at_rest: Tensor  # bool `[B]`: whether its gradient is 0 until the policy moves; by `_micro_batches`
     opo_counts: Tensor  # bool `[B]`: whether it counts in the log; by `Planner`
-    opo_filler: Tensor  # bool `[B]`: whether it is at rest, and computed to fill a micro-batch; by `Planner`
+    opo_filler: Tensor  # bool `[B]`: whether its gradient is 0, and it only fills the micro-batch; by `Planner`
     opo_skipped: Tensor  # bool `[number left out]`: `opo_counts` of these; in the last micro-batch; by `Planner`
     opo_source: Tensor  # int64 `[rows, width]`: places of tokens where prompts are computed once; by `arrange`
     opo_segment: Tensor  # int64 `[rows, width]`: 0 for a prompt, else the number of its completion; by `arrange`

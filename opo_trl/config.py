@@ -249,8 +249,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             Most rounds of generation per rollout. From 2 on, groups of equal rewards are replaced by groups of other
             prompts, as in DAPO; by default they stay, at no further cost. See docs/methods/baselines.md.
         max_staleness (`int`, *optional*, defaults to `0`):
-            Number of earlier rollouts from which passes after the first draw groups, too; 0, the default, replays
-            nothing. Needs `num_iterations` of 2 or more. See docs/reuse.md.
+            Number of earlier rollouts from which passes after the first draw groups, too: a completion is trained on
+            at most so many rollouts after its own. 0, the default, replays nothing. Needs `num_iterations` of 2 or
+            more. See docs/reuse.md.
         prefetch_rollouts (`int`, *optional*, defaults to `0`):
             Rollouts that a vLLM server generates while the policy trains, 0 or 1. With 1, completions are one rollout
             old, so it is not the default. See docs/async.md.

@@ -1,5 +1,8 @@
 """
-The fields of a configuration: their help, their bounds, and the one place where their values are checked.
+The fields of a configuration: their help, their bounds, and the place where each is checked by itself.
+
+Combinations of fields are checked in `config.OPOConfig._check_…`, and what needs the model or the data in
+`OPOTrainer.__init__`.
 
     @documented
     @dataclass
@@ -47,6 +50,7 @@ NOT_NEGATIVE = Bound("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
 COUNT = Bound("an integer of at least 1", lambda x: 1 <= x < math.inf and x == int(x))
 COUNT_OR_ZERO = Bound("an integer of at least 0", lambda x: 0 <= x < 2**31 and x == int(x))
 NONE_OR_ONE = Bound("0 or 1", lambda x: x in (0, 1))
+WORKER_MEMORY = Bound("an integer of at least 512, in MiB", lambda x: 512 <= x < math.inf and x == int(x))
 FRACTION = Bound("a number in [0, 1]", lambda x: 0 <= x <= 1)
 SHARE = Bound("a number in (0, 1]", lambda x: 0 < x <= 1)
 PART = Bound("a number in (0, 1)", lambda x: 0 < x < 1)
@@ -164,9 +168,14 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
-    """What a field has to be instead of this value; `None` if the value is fine."""
-    hint, bound = hints(kind)[name], _bounds(kind).get(name)
-    number_type, _ = _number_types(kind).get(name, (None, True))
+    """
+    What a field of a dataclass has to be instead of this value; `None` if the value is fine. The value is not `None`:
+    whether a field may be that, [`check_fields`] decides.
+    """
+    hint = hints(kind)[name]
+    bound = _bounds(kind).get(name)
+    number_types = _number_types(kind)
+    number_type = number_types[name][0] if name in number_types else None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if get_origin(hint) is Literal and value not in get_args(hint):
         return f"one of {', '.join(get_args(hint))}"
@@ -203,17 +212,37 @@ def check_fields(arguments: Any) -> None:
 
 def mapping_of(name: str, value: Any) -> dict[str, Any] | None:
     """
-    The value of a field that is a mapping, or its YAML as a command line has it.
+    The value of a field that is a mapping, or its YAML as a command line has it, read as in a recipe.
 
     Raises:
         `ValueError`: it is neither a mapping nor `None`.
     """
     try:
-        mapping = yaml.safe_load(value) if isinstance(value, str) else value
+        mapping = yaml.load(value, YAMLLoader) if isinstance(value, str) else value
     except yaml.YAMLError:
         mapping = value
     require(mapping is None or isinstance(mapping, dict), name, value, "a mapping, such as `{name: value}`")
     return mapping
+
+
+class YAMLLoader(yaml.SafeLoader):
+    """Reads YAML of recipes and command lines: rejects equal keys, and reads `1e-4` as a number, too."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """PyYAML's node of a mapping; a `YAMLError` if two keys are equal, of which PyYAML would keep the last."""
+        node = super().compose_mapping_node(anchor)
+        names: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in names:
+                raise yaml.YAMLError(f"duplicate key {name!r}. Remove one.")
+            names.add(name)
+        return node
+
+
+YAMLLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), [*"-+.0123456789"]
+)
 
 
 def load(name: str, path: str, allowed: str, example: str) -> Any:

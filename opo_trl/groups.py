@@ -56,8 +56,8 @@ def gather_samples(rollout: Batch, logps: Tensor | None, accelerator: Accelerato
     """
     Gather the inputs of a rollout's target, in complete groups, by one collective call, and wait for them.
 
-    On the host and in float64: N numbers cost nothing there, and the target is the same on every device. `logps` are
-    the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
+    On the host and in float64: a few numbers for each completion cost nothing there, and the target is the same on
+    every device. `logps` are the log-probabilities of tokens under the behaviour policy, `[B, T]`; `None` counts as 0.
     """
     advantages = rollout["advantages"]
     mask = completion_tokens(rollout)
@@ -68,10 +68,10 @@ def gather_samples(rollout: Batch, logps: Tensor | None, accelerator: Accelerato
     sum_of_logps = torch.where(mask, logps, 0.0).sum(dim=1)
     columns = [advantages, mask.sum(dim=1), sum_of_logps, token_mean(logps, mask)]
     numbers = torch.stack([column.float() for column in columns], dim=1)
-    table = accelerator.gather(torch.cat([numbers, rewards.float()], dim=1))
-    numbers, rewards = table.cpu().double().tensor_split([len(columns)], dim=1)
-    advantages, lengths, logps_of_completions, mean_logps = numbers.T
-    return TargetInputs(advantages, lengths, logps_of_completions, mean_logps, rewards)
+    of_all = accelerator.gather(torch.cat([numbers, rewards.float()], dim=1))  # of all processes
+    numbers_of_all, rewards_of_all = of_all.cpu().double().tensor_split([len(columns)], dim=1)
+    advantages_of_all, lengths, logps_of_completions, mean_logps = numbers_of_all.T
+    return TargetInputs(advantages_of_all, lengths, logps_of_completions, mean_logps, rewards_of_all)
 
 
 def own_samples(rollout: Batch, columns: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:

@@ -397,7 +397,9 @@ class Objective:
     it by `objective_options: {clip: 0.2}`. `self.clip` then has that value.
     """
 
-    fields: frozenset[str] = frozenset()  # of the configuration that it reads and not every objective
+    # Names of fields of `OPOConfig` that this objective reads, and not every objective. Options of its own are not
+    # listed here: they are attributes.
+    fields: frozenset[str] = frozenset()
     is_regression = False  # whether the loss has a χ² term, and no force where the coordinate is at the target
     reads_logps = False  # whether targets need `Groups.logps`
     scales_by_pass = False  # whether `scale` is that of all completions of a pass, not of the rollout they are from

@@ -23,8 +23,18 @@ def options_of(kind: type[Objective]) -> type | None:
 
     They are its public attributes with a type and a value that [`Objective`] does not have: `clip: float = 0.4`, or
     `clip: Annotated[float, POSITIVE] = 0.4` with a bound of `opo_trl.fields`.
+
+    Raises:
+        `ValueError`: an option has the name of a property or method of [`Objective`], such as `reduction`.
     """
     annotated = {name for parent in kind.__mro__ for name in inspect.get_annotations(parent)}
+    for name in sorted(annotated):
+        inherited = getattr(Objective, name, None)
+        if isinstance(inherited, property) or callable(inherited):
+            raise ValueError(
+                f"`{kind.__name__}.{name}` has a type, as an option has, but replaces `Objective.{name}`. Rename the "
+                "option, or remove the type."
+            )
     names = {name for name in annotated if hasattr(kind, name) and not hasattr(Objective, name)}
     if not names:
         return None

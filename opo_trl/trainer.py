@@ -789,36 +789,68 @@ class OPOTrainer(GRPOTrainer):
         )
 
     def _micro_batches(self, steps: list[Batch], until_update: int) -> list[list[Batch]]:
-        """For each call of `training_step`, the micro-batches that pass through the model, one after the other."""
+        """
+        For each call of `training_step` in a pass over a rollout, the micro-batches that it computes, in their order.
+
+        `steps` are this process's completions of each optimizer step of the pass. `until_update` is the number of
+        calls of `training_step` before the policy moves, from the first call of the pass on; 0 if it has moved.
+        """
         self._check_padding(*model_inputs(steps[0]))
+        # `_any_width`: whether log-probabilities are the same on a padded completion.
         self._checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
-        n_calls = self.args.steps_per_generation // len(steps)  # of `training_step`, of each optimizer step
+        n_calls = self.args.steps_per_generation // len(steps)  # calls of `training_step` in an optimizer step
         on_policy = [(number + 1) * n_calls <= until_update for number in range(len(steps))]
+        self._mark_at_rest(steps)
         for rows, is_on_policy in zip(steps, on_policy, strict=True):
-            mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
-            at_rest = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
-            rows["opo_idle"] = at_rest & rows["opo_own"]
             if is_on_policy and self._policy_is_behaviour:  # the log-ratio of an on-policy step is exactly 0
                 rows.pop("old_per_token_logps", None)
-        without_gradient = (self._zero_gradient(*step) for step in zip(steps, on_policy, strict=True))
-        cuts = self.planner.micro_batches(steps, without_gradient)
+        left_out = (self._left_out(*step) for step in zip(steps, on_policy, strict=True))
+        cuts = self.planner.micro_batches(steps, left_out)
         batches_of_calls = []
         for rows, is_on_policy, cut in zip(steps, on_policy, cuts, strict=True):
             if not is_on_policy and "old_per_token_logps" not in rows:
-                # Now, because the policy is still the behaviour policy; a step before the next update needs none. In
-                # bfloat16 a completion has the same log-probabilities only in a micro-batch of the same shape: another
-                # would leave a log-ratio that is only rounding.
-                for micro_batch in cut:
-                    micro_batch["old_per_token_logps"], _ = self._policy_logps(micro_batch)
-            if self.beta != 0.0 and not self._skipped.moved_at:
-                # As long as the policy is the reference, their difference is only rounding in any other shape.
-                for micro_batch in cut:
-                    logps_of_trl = micro_batch["ref_per_token_logps"]
-                    micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
-                    self._checks.check_reference(logps_of_trl, micro_batch)
-            # The last call of an optimizer step gets at least one: in its backward pass processes exchange gradients.
+                self._fill_in_behaviour_logps(cut)
+            if self.beta != 0.0 and not self._skipped.moved_at:  # no step has moved the policy yet
+                self._fill_in_reference_logps(cut)
+            # The last call of an optimizer step gets at least one micro-batch: in its backward pass processes exchange
+            # gradients.
             batches_of_calls += spread(cut, n_calls)
         return batches_of_calls
+
+    def _mark_at_rest(self, steps: list[Batch]) -> None:
+        """
+        Note in `opo_at_rest` which completions have no gradient until the policy moves.
+
+        The objective decides it, for completions that the policy itself has sampled (`opo_own`): of others, the
+        log-ratio is not 0. The planner leaves these completions out of an on-policy step ([`~OPOTrainer._left_out`]),
+        and the loss keeps their gradient at exactly 0 until `_skipped.moved_at` says that the policy has moved.
+        """
+        for rows in steps:
+            mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
+            at_rest = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask)
+            rows["opo_at_rest"] = at_rest & rows["opo_own"]
+
+    def _fill_in_behaviour_logps(self, micro_batches: list[Batch]) -> None:
+        """
+        Compute the behaviour policy's log-probabilities, for an optimizer step before which the policy moves.
+
+        It is done while the policy is still the behaviour policy. In bfloat16 a completion has the same
+        log-probabilities only in a micro-batch of the same shape: another would leave a log-ratio that is only
+        rounding.
+        """
+        for micro_batch in micro_batches:
+            micro_batch["old_per_token_logps"], _ = self._policy_logps(micro_batch)
+
+    def _fill_in_reference_logps(self, micro_batches: list[Batch]) -> None:
+        """
+        Replace TRL's log-probabilities of the reference, while the policy is still the reference.
+
+        In the same shape their log-probabilities are equal; in TRL's they differ by rounding.
+        """
+        for micro_batch in micro_batches:
+            logps_of_trl = micro_batch["ref_per_token_logps"]
+            micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
+            self._checks.check_reference(logps_of_trl, micro_batch)
 
     def _cut_anew(self, steps: list[Batch]) -> list[list[Batch]]:
         """Micro-batches of a pass, of which a checkpoint holds these last steps, divided otherwise than before."""
@@ -830,16 +862,19 @@ class OPOTrainer(GRPOTrainer):
         n_past = self.args.steps_per_generation - len(batches_of_calls)
         return [[]] * n_past + batches_of_calls
 
-    def _zero_gradient(self, rows: Batch, on_policy: bool) -> Tensor:
-        """Completions, bool `[B]`, that a step can leave out, as TRL's options give them no gradient either."""
+    def _left_out(self, rows: Batch, on_policy: bool) -> Tensor:
+        """
+        Completions, bool `[B]`, that a step leaves out, as neither the objective nor TRL's options give them a
+        gradient: wherever the policy is, or in an `on_policy` step, before which the policy does not move.
+        """
         has_other_terms = self.beta != 0.0 or self.args.entropy_coef or self.aux_loss_enabled
         if has_other_terms or not self.args.skip_inert_rows:
-            return torch.zeros_like(rows["opo_idle"])
+            return torch.zeros_like(rows["opo_at_rest"])
         # Log-probabilities of an override may be those of another policy.
         is_behaviour_policy = on_policy and "old_per_token_logps" not in rows
         mask = completion_tokens(rows) & rows["opo_valid"].unsqueeze(1)
         always = self.policy_objective.zero_gradient(rows["opo_target"], rows["opo_mu"], mask, moved=True)
-        return always | (rows["opo_idle"] & is_behaviour_policy)
+        return always | (rows["opo_at_rest"] & is_behaviour_policy)
 
     def training_step(self, model, inputs, num_items_in_batch=None, **named):
         """
@@ -910,16 +945,18 @@ class OPOTrainer(GRPOTrainer):
         if self.beta != 0.0:
             reference_logps = inputs["ref_per_token_logps"]
             kl = self.policy_objective.kl(reference_logps, samples, corrected=self.args.use_bias_correction_kl)
-        # Until a step may have moved the policy, the log-ratio of a completion at rest is only rounding, and Adam
-        # would make a full step of it.
-        rests_on_policy = inputs.get("opo_idle", torch.zeros_like(inputs["opo_valid"]))  # none in an evaluation
-        at_rest = rests_on_policy & (inputs["opo_step"] >= self._skipped.moved_at)
+        # A completion at rest has no gradient. While no step has moved the policy since it was sampled, its log-ratio
+        # is only rounding, and Adam would make a full step of that; so `total` leaves it out.
+        at_rest = inputs.get("opo_at_rest", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no such key
+        # `opo_step` is the optimizer step after which the completion was sampled, `moved_at` the last that may have
+        # moved the policy.
+        rests_now = at_rest & (inputs["opo_step"] >= self._skipped.moved_at)
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
-        policy_losses = inputs["opo_scale"] * (loss.total(at_rest) + kl_losses)
+        policy_losses = inputs["opo_scale"] * (loss.total(rests_now) + kl_losses)
         losses = policy_losses
         if self.args.entropy_coef:
-            entropies_of_mean = inputs.get("opo_steering", mask)
-            losses = policy_losses - self.args.entropy_coef * token_mean(entropies, entropies_of_mean)
+            mask_of_bonus = inputs.get("opo_steering", mask)  # of high entropy, under `top_entropy_quantile`
+            losses = policy_losses - self.args.entropy_coef * token_mean(entropies, mask_of_bonus)
         report = SampleReport.of(
             samples,
             loss,

@@ -89,7 +89,19 @@ def test_options_are_public_attributes_with_a_type_and_a_value():
     again = config(objective=TYPED, objective_options=some.to_dict()["objective_options"])
     assert again.objective_options == some.objective_options
     assert config(objective=TYPED, objective_options="{kind: hard}").objective_options["kind"] == "hard"
+    assert config(objective=TYPED, objective_options="{clip: 1e-4}").objective_options["clip"] == 1e-4
     assert config().objective_options is None
+
+
+class Named(Objective):
+    """An option with the name of a property of every objective."""
+
+    reduction: str = "mean"
+
+
+def test_option_cannot_have_the_name_of_a_property():
+    with pytest.raises(ValueError, match=r"`Named\.reduction` has a type.*replaces `Objective\.reduction`\. Rename"):
+        config(objective=f"{Path(__file__).stem}.Named")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from trl import ScriptArguments
 
 from ..data import INSTRUCTION, gym
 from ..evaluate import Decoding
-from ..fields import COUNT, COUNT_OR_ZERO, PART, POSITIVE, SHARE, check_fields, documented, mapping_of
+from ..fields import COUNT, COUNT_OR_ZERO, PART, POSITIVE, SHARE, WORKER_MEMORY, check_fields, documented, mapping_of
 
 
 _Style = Literal["chat", "plain", "dataset"]
@@ -125,7 +125,7 @@ class OPOScriptArguments(ScriptArguments):
     environment_factory: str | None = None
     reward_workers: Annotated[int, COUNT_OR_ZERO] = 4
     reward_timeout: Annotated[float, POSITIVE] = 30.0
-    reward_memory: Annotated[int, COUNT] = 2048
+    reward_memory: Annotated[int, WORKER_MEMORY] = 2048
     test_fraction: Annotated[float | None, PART] = None
     columns: dict | str | None = None
     dataset_settings: dict | str | None = None

@@ -28,7 +28,7 @@ from trl import ModelConfig, TrlParser
 from .. import WAITS_FOR_A_PORT
 from ..checks import secrets
 from ..config import OPOConfig
-from ..fields import field_problems, hints
+from ..fields import YAMLLoader, field_problems, hints
 from .arguments import OPOScriptArguments
 from .help import help_text
 from .run_folder import same_completions
@@ -131,6 +131,8 @@ def _split_command_line(argv: Sequence[str]) -> tuple[argparse.Namespace, list[s
     has_path = bool(argv) and not argv[0].startswith("-")
     options, words = parser.parse_known_args(["--config", *argv] if has_path else argv)
     if isinstance(options.debug, str):
+        # The field gets its value back. What stays in `options.debug` is not read: `cli.main` looks for `--debug` in
+        # the words themselves.
         words += ["--debug", options.debug]
     return options, words
 
@@ -191,25 +193,6 @@ def _problems_of_words(unknown: Sequence[str]) -> list[str]:
     return problems
 
 
-class _Loader(yaml.SafeLoader):
-    """Rejects equal keys, and reads `1e-4` as a number, too."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        names: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in names:
-                raise yaml.YAMLError(f"duplicate key {name!r}. Remove one.")
-            names.add(name)
-        return node
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), [*"-+.0123456789"]
-)
-
-
 def _read_file(path: str | Path) -> dict[str, Any]:
     """
     Read a YAML file of fields: name → text, `None`, a list of these, or a mapping; of `env`, all values are text.
@@ -219,7 +202,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
     """
     text = Path(path).read_text(encoding="utf-8")
     try:
-        typed, written = yaml.load(text, _Loader), yaml.load(text, yaml.BaseLoader)
+        typed = yaml.load(text, YAMLLoader)
+        written = yaml.load(text, yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"config={str(path)!r} is not valid YAML: {error}") from error
     if not isinstance(written, dict):

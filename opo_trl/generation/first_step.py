@@ -46,15 +46,18 @@ class FirstStep:
         self.prompts: Sequence[Any] = ()  # as TRL tokenizes them
         self.generated: Any = None  # by TRL's `_generate`
         overridden = _overridden(trainer)
-        self.is_of_trl = "_generate" not in overridden  # otherwise, a subclass may change what TRL returns
-        self.is_of_model = not overridden & {"_generate", "_generate_single_turn", "_tokenize_prompts"}
+        # Whether rollouts are TRL's own: otherwise, a subclass may change what `_generate` returns.
+        self.generates_as_trl = "_generate" not in overridden
+        # Whether the tokens of prompts and completions are those that the model itself has read and written:
+        # otherwise, a subclass or a `rollout_func` may take them from elsewhere.
+        self.tokens_are_of_model = not overridden & {"_generate", "_generate_single_turn", "_tokenize_prompts"}
         self.written: list[tuple[Tokens, Tokens]] = []  # prompt and completion, as the model itself writes them
-        self.returned: dict[
-            int, tuple[Any, list[Any]]
-        ] = {}  # index of a reward function → its inputs, and its rewards
-        self.loss_gradients: list[list[float]] = []  # of each micro-batch, one for each backward pass of its loss
+        # Index of a reward function → its inputs, and its rewards, in its first call
+        self.returned: dict[int, tuple[Any, list[Any]]] = {}
+        # For each micro-batch: the gradient that reaches its loss in each backward pass
+        self.loss_gradients: list[list[float]] = []
         self.temperatures: set[float] = set()  # at which the model has sampled
-        self._checked: set[str] = set()
+        self._checked: set[str] = set()  # quantities that have been checked, each once in a run
 
     @property
     def is_complete(self) -> bool:
@@ -86,11 +89,12 @@ class FirstStep:
         trainer = self.trainer
         self.prompts = prompts
         self.written = []
-        self.is_of_model &= trainer.rollout_func is None
+        self.tokens_are_of_model &= trainer.rollout_func is None
         policy = trainer.accelerator.unwrap_model(trainer.model)
         generate = policy.generate
 
         def generate_and_note(*args: Any, **named: Any) -> Any:
+            """What the model's `generate` returns; the prompts, completions and temperature are noted."""
             sequences = generate(*args, **named)
             sampling = named.get("generation_config")
             if sampling is not None:
@@ -112,6 +116,11 @@ class FirstStep:
         return temporarily(self.trainer, reward_funcs=functions)
 
     def _noting(self, index: int, function: Any) -> Any:
+        """
+        A reward function that also notes in `returned`, under its `index`, what it gets and returns in its first call.
+
+        A reward model stays as it is: TRL calls it with tokens, which say nothing of the order of the completions.
+        """
         if isinstance(function, Module):
             return function
 
@@ -140,10 +149,11 @@ class FirstStep:
     # What is checked
 
     def check_sampler(self, sampler: Any) -> None:
-        """How often TRL has the data loader repeat prompts, and how many it takes for a rollout."""
+        """Check how often TRL has the data loader repeat prompts, and how many it takes for a rollout."""
         self._report("the order of prompts", self._sampler_problems(sampler))
 
     def _sampler_problems(self, sampler: Any) -> Iterator[str]:
+        """Attributes of TRL's sampler that differ from what the configuration says, as parts of a sentence."""
         args = self.trainer.args
         expected = {
             "mini_repeat_count": args.num_generations,
@@ -158,8 +168,8 @@ class FirstStep:
         self, rewards: Tensor, completion_ids: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]]
     ) -> None:
         """
-        Those over all processes, `[N, number of functions]`, as TRL has put them together. `inputs` are the dataset's
-        rows of this process's completions.
+        Check the rewards over all processes, `[N, number of functions]`, as TRL has put them together. `inputs` are
+        the dataset's rows of this process's completions.
         """
         n_completions = len(completion_ids)
         first = self.trainer.accelerator.process_index * n_completions
@@ -169,6 +179,10 @@ class FirstStep:
     def _reward_problems(
         self, rewards: Tensor, completion_ids: Sequence[Tokens], rows: Sequence[Mapping[str, Any]]
     ) -> Iterator[str]:
+        """
+        Reward functions that got other inputs than this process's completions and `rows`, or whose results are not in
+        `rewards`, `[B, number of functions]`.
+        """
         for index, (inputs, values) in self.returned.items():
             name = self.trainer.reward_func_names[index]
             if inputs.get("completion_ids") != [*completion_ids]:
@@ -190,12 +204,12 @@ class FirstStep:
         tokenize: Tokenizer,
     ) -> None:
         """
-        A rollout of TRL, with the rewards over all processes, and the tokens of this process's completions.
+        Check a rollout of TRL, with the rewards over all processes, and the tokens of this process's completions.
 
         `tokenize` is TRL's method that makes tokens of prompts: a list of each prompt's, and more.
         """
         self._report("entries of a rollout", self._entry_problems(rollout, len(completion_ids)))
-        if self.is_of_trl:
+        if self.generates_as_trl:
             self._report("prompts", self._prompt_problems(inputs, tokenize))
             self._report("tokens and masks", self._token_problems(rollout, completion_ids))
         exact, rounding = self._exact_advantages(rewards)
@@ -203,6 +217,7 @@ class FirstStep:
             self._report("advantages", self._advantage_problems(rollout["advantages"], exact, rounding))
 
     def _entry_problems(self, rollout: Mapping[str, Any], n_completions: int) -> Iterator[str]:
+        """Entries that a rollout lacks, or that have another number of values; a warning names unknown ones."""
         for name in sorted(self._needed_entries() - rollout.keys()):
             yield f"{name!r} is missing"
         for name in ROLLOUT_KEYS:
@@ -213,17 +228,19 @@ class FirstStep:
             logger.warning(f"A rollout has an entry {name!r} that opo_trl does not read. It {where}.")
 
     def _needed_entries(self) -> set[str]:
+        """Names of the entries that a rollout of this run needs."""
         trainer = self.trainer
         needed = {"prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages"}
         if trainer.beta:
             needed.add("ref_per_token_logps")
-        if self.is_of_trl and self.generated[2] is not None:
+        if self.generates_as_trl and self.generated[2] is not None:  # masks of tools
             needed.add("tool_mask")
         if trainer.use_vllm and trainer.vllm_importance_sampling_correction:
             needed.update(("importance_sampling_ratio", "sampling_per_token_logps"))
         return needed
 
     def _prompt_problems(self, inputs: Sequence[Mapping[str, Any]], tokenize: Tokenizer) -> Iterator[str]:
+        """How the prompts that TRL tokenized differ from those of the dataset's rows, or are not one for a group."""
         trainer = self.trainer
         if trainer.environment_factories is not None or {"image", "images"} & inputs[0].keys():
             return  # they are changed before they are tokenized
@@ -235,28 +252,31 @@ class FirstStep:
         first_of_group = [prompts[index - index % group] for index in range(len(prompts))]
         if has_whole_groups and prompts != first_of_group:
             yield f"the {group} completions of a group have several"
-        if self.is_of_model:
+        if self.tokens_are_of_model:
             for index in (0, len(inputs) - 1):
                 [tokens], *_ = tokenize([self.prompts[index]])
                 if tokens != [*self.generated[0][index]]:
                     yield f"the tokens of prompt {index} are those of another one"
 
     def _token_problems(self, rollout: Mapping[str, Any], completion_ids: list[Tokens]) -> Iterator[str]:
+        """Where the padded tables of a rollout differ from the tokens that were generated and from their masks."""
         trainer = self.trainer
         prompt_ids, _, tool_masks = self.generated[:3]  # 0 in a mask: a tool has written the token
         for index, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             yield from _problems_of_prompt(rollout, index, prompt)
             tool_mask = None if tool_masks is None else tool_masks[index]
             yield from self._problems_of_completion(rollout, index, completion, tool_mask)
-        if self.is_of_model and not trainer.tools and len(self.written) == len(completion_ids):
+        if self.tokens_are_of_model and not trainer.tools and len(self.written) == len(completion_ids):
             yield from self._generation_problems(prompt_ids, completion_ids)
 
     def _problems_of_completion(
         self, rollout: Mapping[str, Any], index: int, completion: Tokens, tool_mask: Sequence[int] | None
     ) -> Iterator[str]:
+        """What is wrong with the tables' entries of one completion, which is padded on the right."""
         trainer = self.trainer
         length = len(completion)
         ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
+        # What its mask is: 0 for a truncated completion that is to be masked.
         counts = int(not trainer.mask_truncated_completions or completion[-1] in ends)
         mask = rollout["completion_mask"][index].tolist()
         right_padding = [0] * (len(mask) - length)
@@ -271,6 +291,7 @@ class FirstStep:
                 yield f"the mask of tool output in completion {index} is {mask_of_trl}"
 
     def _generation_problems(self, prompt_ids: list[Tokens], completion_ids: list[Tokens]) -> Iterator[str]:
+        """How what TRL returned differs from what the model itself wrote, its temperature, and the longest length."""
         args = self.trainer.args
         sampling = {"temperature": args.temperature, "do_sample": True} | (args.generation_kwargs or {})
         expected = sampling["temperature"] if sampling["do_sample"] else 0.0
@@ -287,7 +308,7 @@ class FirstStep:
                 yield f"prompt and completion {index} are not what the model has got and written, up to its first end"
 
     def _exact_advantages(self, rewards: Tensor) -> tuple[Tensor, float]:
-        """Those of all processes in float64, `[N]`, and how far float32 is from them."""
+        """Advantages of all processes' completions in float64, `[N]`, and how far float32 is from them."""
         trainer = self.trainer
         rewards = rewards.cpu()
         weights = trainer.reward_weights.cpu()
@@ -302,6 +323,10 @@ class FirstStep:
         return exact, (in_float32 - exact).abs().max().item()
 
     def _advantage_problems(self, advantages: Tensor, exact: Tensor, rounding: float) -> Iterator[str]:
+        """
+        Advantages of this process, `[B]`, that differ from the `exact` ones of all processes, `[N]`, by more than
+        `rounding`, which is that of float32, explains.
+        """
         first = self.trainer.accelerator.process_index * len(advantages)
         pairs = zip(advantages.tolist(), exact[first:].tolist(), strict=False)
         for index, (advantage, expected) in enumerate(pairs):
@@ -312,8 +337,8 @@ class FirstStep:
 
     def check_logps(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, *, is_padded: bool) -> None:
         """
-        Log-probabilities of the longest completions of some samples, from their logits: of the policy, and of a
-        reference that is a model of its own. All processes make as many passes.
+        Check the log-probabilities of the longest completions of some samples by their logits: under the policy, and
+        under a reference that is a model of its own. All processes make as many passes.
 
         `logps_of_trl` is called as TRL's `_get_per_token_logps_and_entropies`: if `is_padded`, on a padded completion,
         as in a micro-batch. This has to be off for a model whose log-probabilities depend on padding.
@@ -326,6 +351,10 @@ class FirstStep:
 
     @torch.no_grad()
     def _logp_problems(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, n_padding: int) -> Iterator[str]:
+        """
+        Of the longest completions, cut to a few tokens and padded by `n_padding` columns on each side: models whose
+        log-probabilities by TRL differ from those of their logits.
+        """
         trainer = self.trainer
         models = {"the model": trainer.model}
         if trainer.beta and trainer.ref_model is not None:
@@ -341,7 +370,10 @@ class FirstStep:
     def _logp_problems_of(
         self, model: Any, prompt: Tensor, completion: Tensor, logps_of_trl: LogpFunction, n_padding: int
     ) -> Iterator[str]:
-        """Of the tokens of a completion; what is found is the beginning of a sentence."""
+        """
+        The same for the tokens of one completion under one model. A problem is the beginning of a sentence, which ends
+        with the model's name.
+        """
         trainer = self.trainer
         if not len(completion):  # all are masked
             completion = prompt[-1:]
@@ -365,12 +397,19 @@ class FirstStep:
             yield f"that of a token is {distance:.3g} nats away from the one by "
 
     def check_reference(self, of_trl: Tensor, samples: Batch) -> None:
-        """Log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout; `samples` have ours."""
+        """
+        Check log-probabilities of the reference, `[B, T]`, as TRL has added them to a rollout, against ours, which
+        `samples` have.
+        """
         mask = completion_tokens(samples)
         problems = self._apart(of_trl, samples["ref_per_token_logps"], mask, "the reference model")
         self._report("the reference policy", problems)
 
     def _apart(self, logps: Tensor, expected: Tensor, mask: Tensor, source: str) -> Iterator[str]:
+        """
+        How far log-probabilities, `[B, T]`, are from those of their `source`, where the mask is true: the root of the
+        mean square, unless rounding explains it.
+        """
         difference = (logps.float() - expected.float())[mask]
         if not len(difference):
             return
@@ -387,10 +426,11 @@ class FirstStep:
         return max(rounding * (1 + math.sqrt(2 * math.log(n_tokens))), 0.01)
 
     def check_step(self, n_calls: int) -> None:
-        """The backward passes of an optimizer step, which was made by so many calls of `training_step`."""
+        """Check the backward passes of an optimizer step, which was made by `n_calls` calls of `training_step`."""
         self._report("the loss of an optimizer step", self._step_problems(n_calls))
 
     def _step_problems(self, n_calls: int) -> Iterator[str]:
+        """A wrong number of calls, and losses whose gradient is multiplied by a factor, or more than once."""
         trainer = self.trainer
         expected_calls = trainer.current_gradient_accumulation_steps
         if n_calls != expected_calls:
@@ -405,7 +445,7 @@ class FirstStep:
 
 
 def _problems_of_prompt(rollout: Mapping[str, Any], index: int, prompt: Tokens) -> Iterator[str]:
-    """Of the entries of one prompt, which is padded on the left."""
+    """What is wrong with the tables' entries of one prompt, which is padded on the left."""
     length = len(prompt)
     mask = rollout["prompt_mask"][index].tolist()
     n_padding = len(mask) - length

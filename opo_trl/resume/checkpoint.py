@@ -37,9 +37,10 @@ from .other_processes import CUT, completions, converted, divide, fitting
 
 logger = get_logger(__name__)
 
-FORMAT = 6  # of the files of states
+FORMAT = 7  # of the files of states
 
-LAST = (True, "true", "True", "last", "auto")  # names of a run's last complete checkpoint
+# Values of `resume_from_checkpoint` that stand for a run's last complete checkpoint
+LAST = (True, "true", "True", "last", "auto")
 
 # Entries of a state that hold tensors. All others are numbers and text.
 _WITH_TENSORS = ("replay", "micro_batches", "pending_loss")
@@ -62,8 +63,8 @@ def save_state(folder: Path, process: int, state: Mapping[str, Any]) -> None:
     """Write a process's state, so that `torch.load` reads it with `weights_only=True`."""
     tensors = {name: state[name] for name in _WITH_TENSORS}
     others = {name: value for name, value in state.items() if name not in _WITH_TENSORS}
-    # JSON keeps floats exactly. Anything else that a reward function has logged becomes text, because `torch.load`
-    # would reject it.
+    # State holds what reward functions have logged: numbers and text stay as they are (JSON keeps floats exactly), any
+    # other object becomes text, because `torch.load` would reject it.
     text = json.dumps(others, default=_as_json)
     torch.save({"format": FORMAT, "text": text, **tensors}, state_file(folder, process))
 
@@ -80,6 +81,7 @@ def load_state(folder: Path, process: int) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
+    """What JSON writes for an object of another type: a list for a deque or an array, otherwise text."""
     if isinstance(value, deque):
         return list(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
@@ -122,14 +124,17 @@ def _make_way(folder: Path) -> None:
 
 
 def _latest_first(run: Path) -> list[Path]:
-    """Checkpoints of a run by their steps; one that is being replaced comes after its replacement."""
+    """
+    Checkpoints of a run, from the last step to the first. `_checkpoint-N`, which is being replaced, comes after
+    `checkpoint-N`.
+    """
 
     def order(path: Path) -> tuple[int, bool]:
-        return _step(path), not path.name.startswith("_")
+        return -_step(path), path.name.startswith("_")
 
     name = re.compile(rf"_?{PREFIX_CHECKPOINT_DIR}-\d+")
     checkpoints = [path for path in run.glob(f"*{PREFIX_CHECKPOINT_DIR}-*") if name.fullmatch(path.name)]
-    return sorted(checkpoints, key=order, reverse=True)
+    return sorted(checkpoints, key=order)
 
 
 def _step(folder: Path) -> int:
@@ -204,6 +209,7 @@ def settings_of(trainer: Any, *, name: str, optimizer: type, data: Any) -> dict[
 
 
 def _data_settings(data: Any) -> dict[str, Any]:
+    """Columns, number of rows and checksum of a dataset; a stream has only columns."""
     is_stream = not isinstance(data, Dataset)
     return {
         "train_dataset.column_names": sorted(getattr(data, "column_names", None) or ()),
@@ -310,7 +316,8 @@ class MovingReference:
 
     def __init__(self, trainer: Any):
         parameters = [*trainer.ref_model.parameters()]
-        self.parts = [local_part(parameter) for parameter in parameters]
+        self.parts = [local_part(parameter) for parameter in parameters]  # what this process holds of each parameter
+        # `ds_tensor` is DeepSpeed's shard of a parameter. Without shards, the main process writes all.
         is_sharded = trainer.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
         self._writes = is_sharded or trainer.args.should_save
         self._file = f"reference_{trainer.accelerator.process_index}.pt" if is_sharded else "reference.pt"

@@ -17,10 +17,10 @@ from scipy import stats
 
 Values = NDArray[np.float64]
 
-# With fewer, differences may point one way, or lie on a line, by chance.
-_FEWEST_CHOICES = 10
+# With fewer tokens in doubt ([`_Tokens.number_in_doubt`]), differences may point one way, or lie on a line, by chance.
+_FEWEST_IN_DOUBT = 10
 
-_ANEW = "Set `rollouts_model` to the model that sampled the tokens, which computes them anew"
+_COMPUTE_THEM_ANEW = "Set `rollouts_model` to the model that sampled the tokens, which computes them anew"
 
 
 class Finding(NamedTuple):
@@ -32,11 +32,14 @@ class Finding(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    recorded: Values  # log-probabilities, `[n]`
-    current: Values  # the policy's
-    entropies: Values
+    """Sampled tokens, `[n]`."""
 
-    def chosen(self, mask: NDArray[np.bool_]) -> "_Tokens":
+    recorded: Values  # recorded log-probabilities
+    current: Values  # log-probabilities under the policy
+    entropies: Values  # of the policy in the places of the tokens, in nats
+
+    def where(self, mask: NDArray[np.bool_]) -> "_Tokens":
+        """The tokens for which a mask, `[n]`, is true."""
         return _Tokens(self.recorded[mask], self.current[mask], self.entropies[mask])
 
     @property
@@ -50,11 +53,14 @@ class _Tokens(NamedTuple):
 
     @property
     def share_below(self) -> float:
+        """The same for those below the policy's."""
         return float(np.mean(self.differences < -0.003))
 
     @property
-    def choices(self) -> float:
-        """Number of tokens, each counted by the probability that another one is sampled."""
+    def number_in_doubt(self) -> float:
+        """
+        Number of tokens in whose place another one could have been sampled: each counts by the probability of that.
+        """
         lower = np.minimum(self.recorded, self.current)
         return float(-np.expm1(lower).sum())
 
@@ -64,43 +70,44 @@ def compare(
 ) -> Finding | None:
     """
     Compare recorded log-probabilities of sampled tokens with the policy's own before it moves. `None` if they agree
-    within rounding, or there are too few to tell.
+    within rounding, or if there are too few tokens to tell, of which only zeros that were filled in are found, too.
 
     All are float64, `[n]`; `entropies` are the policy's in the places of these tokens, in nats. `temperature` is the
     run's. `truncation` says by which settings tokens were left out of sampling, such as `top_p=0.9`; empty if unknown.
     """
-    is_finite = np.isfinite(recorded + current + entropies)  # A policy may be broken.
+    is_finite = np.isfinite(recorded + current + entropies)  # those of a broken policy are not
     tokens = _Tokens(recorded[is_finite], current[is_finite], entropies[is_finite])
     if not len(tokens.current):
         return None
-    others = tokens.chosen(tokens.recorded != 0)
-    can_tell = others.choices > _FEWEST_CHOICES
-    slope, explained = _slope(others) if can_tell else (1.0, 0.0)
-    # Those of a sure model are above those of a policy that is not, too, but whatever the policy's are.
-    if can_tell and slope > 0.5 and _are_of_kept_tokens(others):
+    nonzero = tokens.where(tokens.recorded != 0)
+    can_tell = nonzero.number_in_doubt > _FEWEST_IN_DOUBT
+    slope, explained = _slope(nonzero) if can_tell else (1.0, 0.0)
+    # A more confident model's are above the policy's, too, but do not rise with them: hence the slope.
+    if can_tell and slope > 0.5 and _look_truncated(nonzero):
         settings = truncation or "`top_p`, `top_k` or `min_p`"
         return Finding(
             f"are above the policy's for {tokens.share_above:.0%} of the sampled tokens, and below for hardly any",
             f"as those of the tokens that truncated sampling keeps ({settings})",
-            f"{_ANEW}, or record them before tokens are left out (vLLM: `raw_logprobs`)",
+            f"{_COMPUTE_THEM_ANEW}, or record them before tokens are left out (vLLM: `raw_logprobs`)",
         )
-    # For temperatures from 0.3 to 1.3 instead of 1, at least 0.80 was measured, and for other models at most 0.57.
+    # `explained` was at least 0.80 at temperatures from 0.3 to 1.3 instead of 1, and at most 0.57 for other models.
     if explained > 0.7 and slope > 0.1 and abs(slope - 1) > 0.05:
         return Finding(
             f"have a slope of {slope:.2g} to the policy's, which explains {explained:.0%} of the difference",
             f"as those at a temperature near {temperature / slope:.2g} instead of {temperature:g}",
-            f"{_ANEW}, record them at the run's temperature (vLLM: `processed_logprobs`), or set `temperature`",
+            f"{_COMPUTE_THEM_ANEW}, record them at the run's temperature (vLLM: `processed_logprobs`), or set "
+            "`temperature`",
         )
-    is_filled_in = _filled_in(tokens)
+    is_filled_in = _are_filled_in(tokens)
     if is_filled_in.any():
         probability = np.exp(tokens.current[is_filled_in]).mean()
         return Finding(
             f"are exactly 0 for {np.mean(is_filled_in):.0%} of the sampled tokens, to which the policy gives a "
             f"probability of {probability:.0%} on average",
             "as if filled in, or of truncated or greedy sampling",
-            _ANEW,
+            _COMPUTE_THEM_ANEW,
         )
-    if can_tell and _differ_by_more_than_rounding(others):
+    if can_tell and _differ_by_more_than_rounding(nonzero):
         model = f"another model with {truncation}" if truncation else "another model"
         return Finding(
             f"are above the policy's for {tokens.share_above:.0%} of the sampled tokens, and below for "
@@ -111,16 +118,16 @@ def compare(
     return None
 
 
-def _are_of_kept_tokens(tokens: _Tokens) -> bool:
+def _look_truncated(tokens: _Tokens) -> bool:
     """
-    Whether they are never below the policy's but by rounding, and often above: where tokens are left out, those that
-    are kept share their probability.
+    Whether recorded log-probabilities look like those of truncated sampling: never below the policy's but by rounding,
+    and often above. Where tokens are left out, the tokens that are kept share their probability.
     """
     differences = tokens.differences
     risen = differences.clip(min=0).sum()
     fallen = -differences.clip(max=0).sum()
     # `top_p=0.99` adds 0.01 for each choice. By rounding in bfloat16, `top_p=0.95` falls by 0.08 of what it adds.
-    if risen - fallen <= 0.005 * tokens.choices or fallen >= 0.1 * risen:
+    if risen - fallen <= 0.005 * tokens.number_in_doubt or fallen >= 0.1 * risen:
         return False
     # A very different model is mostly above the policy, too, but clearly below for 8 % of tokens or more.
     n_below = np.sum(differences < -0.1)
@@ -128,7 +135,7 @@ def _are_of_kept_tokens(tokens: _Tokens) -> bool:
     return bool(n_below < 0.02 * n_in_doubt)
 
 
-def _filled_in(tokens: _Tokens) -> NDArray[np.bool_]:
+def _are_filled_in(tokens: _Tokens) -> NDArray[np.bool_]:
     """Which tokens have an exact 0 that does not look like the log-probability of any policy, `[n]`."""
     is_zero = tokens.recorded == 0
     # At this log-probability others have a tenth of the probability. A real 0 leaves them less than 1e-7.
@@ -143,10 +150,11 @@ def _filled_in(tokens: _Tokens) -> NDArray[np.bool_]:
 
 
 def _differ_by_more_than_rounding(tokens: _Tokens) -> bool:
+    """Whether the mean distance of log-probabilities to the policy's is larger than between kernels in bfloat16."""
     distances = np.abs(tokens.differences)
     error_of_sum = distances.std() * len(distances) ** 0.5
-    # Between kernels in bfloat16, 0.06 was measured for each choice.
-    return bool(distances.sum() - 2 * error_of_sum > 0.06 * tokens.choices)
+    # Between kernels in bfloat16, 0.06 was measured for each token in doubt.
+    return bool(distances.sum() - 2 * error_of_sum > 0.06 * tokens.number_in_doubt)
 
 
 def _slope(tokens: _Tokens) -> tuple[float, float]:
@@ -170,8 +178,8 @@ def _slope(tokens: _Tokens) -> tuple[float, float]:
     deviations = differences - np.average(differences, weights=weights)
     unexplained = weights @ residuals**2
     variance = weights @ deviations**2
-    # They do if it is sure of all others; but only a temperature orders these, too: the correlation of ranks was at
-    # least 0.67 then, and for a sure model before and after training 0.3.
+    # A few tokens far off do make a line if the model is sure of all others. But only a temperature orders these
+    # others, too: the correlation of ranks was at least 0.67 then, and 0.3 for a sure model before and after training.
     correlation = stats.spearmanr(differences, surprises).statistic
     if not abs(correlation) > 0.6:
         return slope, 0.0

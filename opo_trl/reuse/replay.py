@@ -22,9 +22,14 @@ from ..trl import MULTIMODAL_KEYS
 
 @dataclass
 class ReplayBuffer:
-    """The latest rollouts of this process, and of each which groups, over all processes, carry a learning signal."""
+    """
+    The latest rollouts of this process, and of each which groups, over all processes, carry a learning signal.
 
-    max_staleness: int  # rollouts that are kept besides the current one
+    A completion is trained on at most `max_staleness` rollouts after its own; it is one rollout older with
+    `prefetch_rollouts`.
+    """
+
+    max_staleness: int  # number of rollouts that are kept besides the current one
     num_generations: int
     seed: int  # of the draws
     process: int  # index of this process
@@ -57,14 +62,17 @@ class ReplayBuffer:
         self.load_state_dict({})
 
     def rows_of_pass(self, rollout: int, passed: int) -> Batch:
-        """This process's samples in a pass over the `rollout`, of this index in the run, after `passed` passes."""
+        """
+        This process's completions of one more pass over the run's rollout number `rollout`, which has had `passed`
+        passes; from the second pass on, each group may be an earlier rollout's.
+        """
         latest = self.rollouts[-1]
         if passed == 0 or len(self.rollouts) == 1:
             return latest
-        chosen = self._choose_rollouts(rollout, passed)
+        rollout_of_group = self._choose_rollouts(rollout, passed)  # of all processes
         n_local = len(latest["advantages"])
-        places = self.process * n_local + np.arange(n_local)
-        rollout_of_sample = chosen[places // self.num_generations]
+        places = self.process * n_local + np.arange(n_local)  # of this process's completions among those of all
+        rollout_of_sample = rollout_of_group[places // self.num_generations]
         # Samples are taken before they are put together: a copy of the buffer would double its memory.
         drawn = []
         for index in np.unique(rollout_of_sample):
@@ -72,7 +80,8 @@ class ReplayBuffer:
             drawn.append(take(self.rollouts[index], samples))
         # They are in the order of the rollouts; each goes back to its place.
         order = np.argsort(rollout_of_sample, kind="stable")
-        return take(concatenate(drawn), np.argsort(order))
+        inverse = np.argsort(order)  # where each completion of the pass is in the joined batch
+        return take(concatenate(drawn), inverse)
 
     def _choose_rollouts(self, rollout: int, passed: int) -> np.ndarray:
         """For each group of a rollout, over all processes, from which rollout of the buffer a pass takes it."""

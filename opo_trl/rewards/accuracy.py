@@ -229,6 +229,7 @@ def _has_false_equation(answer: Basic) -> bool:
 
 
 def _is_solved(relation: Basic) -> bool:
+    """Whether a relation, or each of several, says what a variable is, such as `x = 3` or `x < 2`."""
     if isinstance(relation, And):
         return all(map(_is_solved, relation.args))
     if not isinstance(relation, Relational):
@@ -246,17 +247,17 @@ def _isolates(side: Basic, other_side: Basic) -> bool:
 
 def _equivalent(gold: Basic, answer: Basic) -> bool:
     r"""
-    Equivalences that math-verify misses: terms in `i`, which it reads as a variable; a variable and a term; relations
-    of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
+    Equivalences that math-verify misses: terms in `i`, which it reads as a variable; a gold answer that is a lone
+    variable, and a term; relations of which one is a multiple of the other, such as `x - y = 1` and `2y - 2x = -2`.
     """
-    # The parser assumes variables to be real, except next to `i`; to SymPy, a real `x` and another `x` differ.
-    names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
-    imaginary = {symbol: I for symbol in names if symbol.name == "i"}
     if isinstance(gold, Expr) and isinstance(answer, Expr):
+        # The parser assumes variables to be real, except next to `i`; to SymPy, a real `x` and another `x` differ.
+        names = {symbol: Symbol(symbol.name) for symbol in gold.free_symbols | answer.free_symbols}
+        imaginary = {symbol: I for symbol in names if symbol.name == "i"}
         gold = gold.xreplace(names | imaginary)
         answer = answer.xreplace(names | imaginary)
-        was_misread = bool(imaginary) or gold.is_Symbol
-        return was_misread and simplify(gold - answer) == 0
+        may_be_missed = bool(imaginary) or gold.is_Symbol  # of all other terms, math-verify's answer stands
+        return may_be_missed and simplify(gold - answer) == 0
     if isinstance(gold, And) and isinstance(answer, And):
         return len(gold.args) == len(answer.args) and all(_has_multiple(part, answer) for part in gold.args)
     return _is_multiple(gold, answer)
@@ -269,6 +270,7 @@ def _has_multiple(gold: Basic, answers: And) -> bool:
 
 
 def _is_multiple(gold: Basic, answer: Basic) -> bool:
+    """Whether one relation is the other times a number: for `<`, `≤`, `>` and `≥` a positive one."""
     if not (isinstance(gold, Relational) and isinstance(answer, Relational) and gold.free_symbols):
         return False
     if not isinstance(answer, type(gold)):

@@ -192,6 +192,10 @@ def is_unevaluated(gold: str, answer: str) -> bool:
 
 
 def _is_reduced(number: re.Match[str] | None) -> bool:
+    """
+    Whether a match of `_EXACT` or `_NUMBER` is a number without a fraction, or a fraction in lowest terms; `3/1` is
+    not. No match is not, either.
+    """
     if number is None:
         return False
     numerator, denominator = number.groups()

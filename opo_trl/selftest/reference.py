@@ -158,6 +158,10 @@ class Reference:
         return self._opo_loss(log_ratios, index)
 
     def _clipped_loss(self, log_ratios: Tensor, steers: Tensor, index: int) -> Tensor:
+        """
+        PPO's loss of a completion: for each token, the ratio or the clipped ratio times the advantage, whichever
+        raises less, over the completion's length (GRPO) or the mean length (DAPO).
+        """
         advantage = self.advantages[index]
         ratio = log_ratios.exp()
         clipped = ratio.clamp(1 - self.args.epsilon, 1 + self.args.epsilon)
@@ -166,18 +170,28 @@ class Reference:
         return losses[steers].sum() / length
 
     def _topr_loss(self, log_ratios: Tensor, index: int) -> Tensor:
-        is_far = -log_ratios.detach().mean() > self.args.off_policy_mask_threshold
+        """
+        TOPR's loss of a completion, whose `log_ratios` are those of the policy to the behaviour policy. A good
+        completion has a weight of 1. A bad one has the ratio, at most 1, and none if the policy has become so much
+        less likely to write it that `off_policy_mask_threshold` masks it.
+        """
+        drift = -log_ratios.detach().mean()  # how much less probable its tokens are than when they were sampled
         weight: float | Tensor
+        # By the sign before centring, as TRL's mask goes by it. Centring, below, is over the completions that train.
         if self.advantages[index] > 0:
             weight = 1.0
-        elif is_far:
+        elif drift > self.args.off_policy_mask_threshold:
             weight = 0.0
         else:
             weight = _truncated_ratio(log_ratios, 1.0)
-        push = self.advantages[index] - self._mean_of_group(self.advantages, index)
-        return -weight * push * log_ratios.sum() / self.mean_length
+        centered_advantage = self.advantages[index] - self._mean_of_group(self.advantages, index)
+        return -weight * centered_advantage * log_ratios.sum() / self.mean_length
 
     def _opo_loss(self, log_ratios: Tensor, index: int) -> Tensor:
+        """
+        OPO's loss of a completion: the ratio r, at most 2, times the slope μ(r - 1 - v) at its target v, which is the
+        escort weight over its group's mean, less 1, over μ.
+        """
         mu = self.args.mu
         weight = _truncated_ratio(log_ratios, 2.0)
         exponent = (1 - self.args.alpha) / self.args.escort_temperature

@@ -269,15 +269,15 @@ def _best_split(lengths: np.ndarray) -> tuple[float, int]:
     return float(tokens[best] - tokens_unsplit), int(sizes[best])
 
 
-def partition(lengths: np.ndarray, at_rest: np.ndarray, n_processes: int) -> np.ndarray:
+def partition(lengths: np.ndarray, left_out: np.ndarray, n_processes: int) -> np.ndarray:
     """
     Partition N completions among processes: the same number each, with about the same number of tokens to compute.
 
-    `lengths` are tokens of prompts and of completions, `[N, 2]`; completions `at_rest`, bool `[N]`, need not be
-    computed. Returns the completions of each process, `[n_processes, N / n_processes]`.
+    `lengths` are tokens of prompts and of completions, `[N, 2]`; completions that are `left_out`, bool `[N]`, cost
+    nothing. Returns the completions of each process, `[n_processes, N / n_processes]`.
     """
     # The longest completion goes to the process with the fewest tokens (LPT scheduling); a full process takes no more.
-    tokens = np.where(at_rest, 0, lengths.sum(axis=1))
+    tokens = np.where(left_out, 0, lengths.sum(axis=1))
     places = len(lengths) // n_processes
     members: list[list[int]] = [[] for _ in range(n_processes)]
     load = np.zeros(n_processes)

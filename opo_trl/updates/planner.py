@@ -34,20 +34,20 @@ class Planner:
     balance: float | None = None  # of the policy, if it can compute a prompt once for its completions (`Prompts`)
     plans: bool = True  # whether micro-batches may have other widths than the rollout
 
-    def micro_batches(self, steps: Sequence[Batch], at_rest: Iterable[Tensor]) -> Iterator[list[Batch]]:
+    def micro_batches(self, steps: Sequence[Batch], left_out: Iterable[Tensor]) -> Iterator[list[Batch]]:
         """
         The micro-batches of each optimizer step of a pass over a rollout; the same number on every process.
 
-        If it plans, completions that need not be computed (`at_rest`, bool `[B]` of each step) are left out, unless a
-        micro-batch would be empty: `opo_filler` says which completions fill it. `opo_counts` says which completions
-        count in the log, and `opo_skipped` of the last micro-batch the same of those that were left out.
+        If it plans, completions that need not be computed (`left_out`, bool `[B]` of each step) are left out, unless a
+        micro-batch would be empty: `opo_filler` says which of them fill it. `opo_counts` says which completions
+        count in the log, and `opo_skipped` of the last micro-batch the same of those that are not computed.
         """
         if not self.plans:
             n_completions = len(steps[0]["completion_ids"])  # as many in each step
             n_micro_batches = n_completions // self.args.per_device_train_batch_size
             parts = np.split(np.arange(n_completions), n_micro_batches)
             return ([take(batch, part) for part in parts] for batch in steps)
-        info = SampleInfo.gather(steps, at_rest, self.accelerator)
+        info = SampleInfo.gather(steps, left_out, self.accelerator)
         return (self._cut_step(batch, info[:, number]) for number, batch in enumerate(steps))
 
     def score(
@@ -74,8 +74,8 @@ class Planner:
             "completion_ids": completion_ids,
             "completion_mask": completion_mask,
         }
-        none_at_rest = torch.zeros(n_completions, dtype=torch.bool, device=input_ids.device)
-        info = SampleInfo.gather([as_batch({**batch, **images})], [none_at_rest], self.accelerator)[:, 0]
+        none_left_out = torch.zeros(n_completions, dtype=torch.bool, device=input_ids.device)
+        info = SampleInfo.gather([as_batch({**batch, **images})], [none_left_out], self.accelerator)[:, 0]
         # If any process has images, none cuts: under ZeRO-3 or FSDP each pass is a collective call.
         if not info.exchangeable.all():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
@@ -117,7 +117,7 @@ class Planner:
             # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
             # process computes the same partition, and takes its own part.
             on_all = info.on_all_processes()
-            assigned = partition(on_all.lengths, on_all.at_rest, n_processes)
+            assigned = partition(on_all.lengths, on_all.left_out, n_processes)
             exchanged = on_all[assigned]
             n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, balance, limits)
             # An exchange may part the completions of a prompt, which are then computed with a prompt each.
@@ -126,17 +126,16 @@ class Planner:
                 batch = exchange(resize(batch, **widths), assigned[process], self.accelerator)
                 info, n_micro_batches = exchanged, n_micro_batches_exchanged
         local = info[process]
-        # No micro-batch may be empty: a process with too few completions computes some that are at rest.
-        computed_first = np.argsort(local.at_rest, kind="stable")
-        n_with_gradient = int(np.count_nonzero(~local.at_rest))
-        computed, left_out = np.split(computed_first, [max(n_with_gradient, n_micro_batches)])
+        # No micro-batch may be empty: a process with too few other completions computes some that could be left out.
+        computed_first = np.argsort(local.left_out, kind="stable")
+        n_with_gradient = int(np.count_nonzero(~local.left_out))
+        computed, not_computed = np.split(computed_first, [max(n_with_gradient, n_micro_batches)])
         counts = _counts(batch)
-        filler = to_device(local.at_rest, counts.device)
+        filler = to_device(local.left_out, counts.device)
         batch = {**batch, "opo_counts": counts, "opo_filler": filler}
         parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, balance))
         micro_batches = [micro_batch for _, micro_batch in parts]
-        places_left_out = to_device(left_out, counts.device)
-        micro_batches[-1]["opo_skipped"] = counts[places_left_out]
+        micro_batches[-1]["opo_skipped"] = counts[to_device(not_computed, counts.device)]
         return micro_batches
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
@@ -173,7 +172,7 @@ def _needed(info: SampleInfo, balance: float | None, limits: Limits) -> tuple[in
     most, highest_cost = 0, 0.0
     for process in range(len(info)):
         local = info[process]
-        with_gradient = local[~local.at_rest]
+        with_gradient = local[~local.left_out]
         process_cut = best_cut(with_gradient.lengths, limits, _prompts(with_gradient, balance))
         most = max(most, process_cut.n_parts)
         highest_cost = max(highest_cost, process_cut.cost)

@@ -21,7 +21,7 @@ class SampleInfo:
     """
 
     lengths: np.ndarray  # columns that a completion needs: of its prompt and of itself, `[…, 2]`
-    at_rest: np.ndarray  # bool: whether its gradient is 0, so that it need not be computed
+    left_out: np.ndarray  # bool: whether its gradient is 0, so that it is only computed to fill a micro-batch
     columns: np.ndarray  # columns of its process's tables, of prompts and of completions, `[…, 2]`
     exchangeable: np.ndarray  # bool: whether its process can exchange completions ([`can_exchange`])
     prompt: np.ndarray  # a number for its prompt ([`hashes`])
@@ -42,27 +42,27 @@ class SampleInfo:
         return SampleInfo(**{name: function(values) for name, values in vars(self).items()})
 
     @classmethod
-    def gather(cls, steps: Sequence[Batch], at_rest: Iterable[Tensor], accelerator: Accelerator) -> "SampleInfo":
+    def gather(cls, steps: Sequence[Batch], left_out: Iterable[Tensor], accelerator: Accelerator) -> "SampleInfo":
         """
         Of all processes' completions in some optimizer steps, `[processes, steps, B]`, by one collective call and one
-        copy to the host. `at_rest` is bool `[B]` of each step, and B the same in all of them.
+        copy to the host. `left_out` is bool `[B]` of each step, and B the same in all of them.
         """
-        of_process = _table(steps, at_rest, accelerator.device).unsqueeze(0)
+        of_process = _table(steps, left_out, accelerator.device).unsqueeze(0)
         table = accelerator.gather(of_process).cpu().numpy()
-        lengths, rests, columns, exchangeable, prompt = np.split(table, [2, 3, 5, 6], axis=-1)
-        return cls(lengths, _flags(rests), columns, _flags(exchangeable), prompt.squeeze(-1))
+        lengths, left_out_flags, columns, exchangeable, prompt = np.split(table, [2, 3, 5, 6], axis=-1)
+        return cls(lengths, _flags(left_out_flags), columns, _flags(exchangeable), prompt.squeeze(-1))
 
 
-def _table(steps: Sequence[Batch], at_rest: Iterable[Tensor], device: torch.device) -> Tensor:
+def _table(steps: Sequence[Batch], left_out: Iterable[Tensor], device: torch.device) -> Tensor:
     """The fields of [`SampleInfo`] in their order, of this process's completions: integers `[steps, B, 7]`."""
     # What all completions of a step have in common is copied to the device for all steps at once.
     common = torch.tensor([(*columns_of(batch), can_exchange(batch)) for batch in steps])
     tables = []
-    for batch, rests, columns_and_exchange in zip(steps, at_rest, to_device(common, device), strict=True):
+    for batch, left_out_of_step, columns_and_exchange in zip(steps, left_out, to_device(common, device), strict=True):
         lengths = lengths_of(batch).to(device)
         prompt = hashes(batch).to(device)
         repeated = columns_and_exchange.expand(len(lengths), -1)
-        tables.append(torch.column_stack([lengths, rests.to(device), repeated, prompt]))
+        tables.append(torch.column_stack([lengths, left_out_of_step.to(device), repeated, prompt]))
     return torch.stack(tables)
 
 

@@ -103,10 +103,10 @@ def test_parts_are_spread_evenly_in_order_and_the_last_step_has_one(n_parts, n_s
 )
 def test_no_process_computes_much_more_than_the_mean(rows, n_processes):
     rows = np.array(rows * n_processes)
-    lengths, at_rest = rows[:, :2], rows[:, 2].astype(bool)
-    members = partition(lengths, at_rest, n_processes)
+    lengths, left_out = rows[:, :2], rows[:, 2].astype(bool)
+    members = partition(lengths, left_out, n_processes)
     assert sorted(members.flatten()) == list(range(len(rows)))
-    tokens = np.where(at_rest, 0, lengths.sum(axis=1))
+    tokens = np.where(left_out, 0, lengths.sum(axis=1))
     tokens_of_processes = tokens[members].sum(axis=1)
     assert tokens_of_processes.max() <= tokens_of_processes.mean() + tokens.max()
 

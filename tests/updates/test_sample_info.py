@@ -23,12 +23,12 @@ def test_every_process_knows_the_same_of_all_completions_in_two_steps():
         batch([[0, 0, 1], [0, 0, 0]], [[1, 0], [0, 0]]),
     ]
     steps[1]["texts"] = ["of an override", "of an override"]
-    at_rest = [torch.tensor([False, True]), torch.tensor([False, False])]
+    left_out = [torch.tensor([False, True]), torch.tensor([False, False])]
     two_processes = SimpleNamespace(device=torch.device("cpu"), gather=lambda table: torch.cat([table, table]))
-    info = SampleInfo.gather(steps, at_rest, two_processes)
+    info = SampleInfo.gather(steps, left_out, two_processes)
     # Up to the last token, also where tokens before it are masked.
     assert info.lengths[0].tolist() == [[[2, 2], [3, 2]], [[1, 1], [0, 0]]]
-    assert info.at_rest[1].tolist() == [[False, True], [False, False]]
+    assert info.left_out[1].tolist() == [[False, True], [False, False]]
     assert info.columns[1].tolist() == [[[3, 2]] * 2] * 2
     assert info.exchangeable[0].tolist() == [[True, True], [False, False]]
     assert info.prompt.shape == (2, 2, 2)
@@ -36,5 +36,5 @@ def test_every_process_knows_the_same_of_all_completions_in_two_steps():
     of_step = info[:, 0]
     on_all = of_step.on_all_processes()
     assert on_all.lengths.tolist() == [[2, 2], [3, 2], [2, 2], [3, 2]]
-    assert on_all.at_rest.tolist() == [False, True, False, True]
-    assert on_all[on_all.at_rest].lengths.tolist() == [[3, 2], [3, 2]]
+    assert on_all.left_out.tolist() == [False, True, False, True]
+    assert on_all[on_all.left_out].lengths.tolist() == [[3, 2], [3, 2]]
