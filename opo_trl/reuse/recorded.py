@@ -9,7 +9,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,9 +31,9 @@ from ..metrics.opo import ratio_ess
 from ..models import adapter
 from ..objective import token_sum
 from ..updates.padding import with_positions
-from . import conversations
+from . import conversations, turns
 from .agent_logs import PLACE
-from .conversations import ChatRenderer, UnfaithfulError, UnmarkedError
+from .conversations import UnfaithfulError
 from .reading import KNOWN, RECORDED, is_reserved, load_rollouts, text_of, truncation_of
 from .recorded_logps import compare
 
@@ -42,6 +42,7 @@ logger = get_logger(__name__)
 
 FOLDER = "rollouts"  # in the output folder of a run that records its own
 
+Row = dict[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 Tokens = list[list[int]]
 TokenizePrompts = Callable[[list[Any]], Any]
@@ -197,16 +198,21 @@ class Recorded:
                 f"rollouts_model={args.rollouts_model!r} computes log-probabilities, in place of those recorded in "
                 f"rollouts={args.rollouts!r}."
             )
-        prompts = dataset["prompt"]
-        renderer = ChatRenderer(tokenizer, trainer.chat_template_kwargs, trainer.eos_token_ids)
-        tokenization = _Tokenization(renderer, args.rollouts, _end_of_turn(renderer, prompts[0]))
-        for prompt, group in zip(prompts, groups, strict=True):
+        tokenization = _Tokenization(trainer, dataset[0]["prompt"])
+        places = []
+        groups_of_rows = []
+        for place, (prompt, group) in enumerate(zip(dataset["prompt"], groups, strict=True)):
             (prompt_ids,) = _prompt_ids(tokenize_prompts, [prompt])
-            for completion in group:
-                tokenization.add_tokens(completion, prompt, prompt_ids)
+            rows_of_group = [tokenization.rows(completion, prompt, prompt_ids) for completion in group]
+            of_place = _groups_of_rows(rows_of_group)
+            groups_of_rows += of_place
+            places += [place] * len(of_place)
         tokenization.warn()
-        _add_logps(trainer, groups, takes_positions=takes_positions)
-        return dataset.remove_columns(RECORDED).add_column(RECORDED, groups)
+        _add_logps(trainer, groups_of_rows, takes_positions=takes_positions)
+        columns = dataset.remove_columns(RECORDED)
+        if len(places) > len(dataset):
+            columns = columns.select(places)
+        return columns.add_column(RECORDED, groups_of_rows)
 
     def save(
         self, trainer: Any, inputs: Rows, rollout: Batch, completion_ids: Tokens, *, takes_positions: bool
@@ -374,76 +380,109 @@ def _prompt_ids(tokenize_prompts: TokenizePrompts, prompts: Sequence[Any]) -> To
     return tokenize_prompts(rendered)[0]
 
 
-def _end_of_turn(renderer: ChatRenderer, prompt: Any) -> int | None:
-    """The token that ends a completion; a chat template may end a turn by another one than the tokenizer's."""
-    end = renderer.tokenizer.eos_token_id
-    if isinstance(prompt, str):
-        return end
-    turns = [*prompt, {"role": "assistant", "content": "x"}]
-    ids = renderer.tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
-    return next((token for token in reversed(ids) if token in renderer.end_token_ids), end)
+def _groups_of_rows(rows_of_group: list[list[Row]]) -> list[list[Row]]:
+    """
+    The groups of a group of conversations, some of which have several rows: in each, every conversation has another of
+    its rows or, once it has no more, one that is masked. So each group has the rewards of all conversations.
+    """
+    n_groups = max(map(len, rows_of_group))
+    groups = []
+    for number in range(n_groups):
+        groups.append([rows[number] if number < len(rows) else _masked(rows[-1]) for rows in rows_of_group])
+    return groups
+
+
+def _masked(row: Row) -> Row:
+    """A row of which nothing is trained on, with the same reward."""
+    return {**row, "completion_ids": row["completion_ids"][:1], "completion_mask": [0]}
 
 
 class _Tokenization:
     """
-    Gives recorded completions the tokens of their prompts and, where there are none, of their text or messages. A text
-    gets `end`, the token that ends a turn. A mask leaves out what the chat template does not render as it was.
+    Gives recorded completions of a trainer the tokens of their prompts and, where there are none, of their text or
+    messages. A text gets the token that ends a turn, after a prompt such as `prompt`. A mask leaves out what the chat
+    template does not render as it was.
     """
 
-    def __init__(self, renderer: ChatRenderer, source: str, end: int | None):
-        self.renderer = renderer
-        self.tokenizer = renderer.tokenizer
-        self.source = f"rollouts={source!r}"
-        self.end = end
+    def __init__(self, trainer: Any, prompt: Any):
+        self.tokenizer = conversations.tokenizer_of(trainer)
+        self.template_options = trainer.chat_template_kwargs
+        self.end_token_ids = trainer.eos_token_ids
+        self.source = f"rollouts={trainer.args.rollouts!r}"
+        self.end = self._end_of_turn(prompt)
         self.n_texts = 0
         self.n_unique = 0  # texts whose tokens do not depend on whether the prompt is before them
         self.n_added_thoughts = 0
         self.left_out: defaultdict[str, list[str]] = defaultdict(list)  # by reason, where they are
 
-    @cached_property
-    def template(self) -> str:
-        return conversations.marking_template(self.tokenizer)
+    def _end_of_turn(self, prompt: Any) -> int | None:
+        """The token that ends a completion; a chat template may end a turn by another one than the tokenizer's."""
+        end = self.tokenizer.eos_token_id
+        if isinstance(prompt, str):
+            return end
+        messages = [*prompt, {"role": "assistant", "content": "x"}]
+        ids = self.tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+        return next((token for token in reversed(ids) if token in self.end_token_ids), end)
 
-    def add_tokens(self, row: dict[str, Any], prompt: Any, prompt_ids: list[int]) -> None:
+    def rows(self, row: Row, prompt: Any, prompt_ids: list[int]) -> list[Row]:
+        """The rows of a completion with tokens: one, or several of a conversation."""
         row.setdefault("prompt_ids", prompt_ids)
         completion = row.pop("completion", None)
         tools = row.pop("tools", None)
         if "completion_ids" in row:
-            return
-        self.n_texts += 1
+            return [row]
         text = text_of(completion)
-        turns = completion if text is None else [{"role": "assistant", "content": text}]
+        if text is None or tools:
+            messages = completion if text is None else [{"role": "assistant", "content": text}]
+            return self._rows_of_conversation(row, prompt, messages, tools or ())
+        self.n_texts += 1
         try:
-            if text is None or tools:
-                row |= self._tokens_of_turns(prompt, turns, tools or ())
-                self.n_added_thoughts += conversations.empty_thoughts(self.tokenizer, row, turns)
-            else:
-                if not isinstance(prompt, str):
-                    self.renderer.check_prompt(prompt)
-                row |= _as_sampled(self._tokens_of_text(text))
-            self.n_unique += self._is_unique([*row["prompt_ids"], *row["completion_ids"]])
+            if not isinstance(prompt, str):
+                turns.check_prompt(self.tokenizer, prompt, self.template_options)
         except UnfaithfulError as reason:
             self.left_out[str(reason)].append(row[PLACE])
-            # Not nothing: reward functions read it, and the reward counts in the mean of its group.
-            ids = self._ids(conversations.spoken(turns)) or prompt_ids[-1:]
-            row |= {"completion_ids": ids, "completion_mask": [0] * len(ids)}
+            return [self._unrendered(row, text)]
+        row |= _as_sampled(self._tokens_of_text(text))
+        self.n_unique += self._is_unique(row)
+        return [row]
 
-    def _tokens_of_turns(self, prompt: Any, turns: Any, tools: Sequence[Any]) -> dict[str, list[int]]:
-        if not tools and any(turn.get("tool_calls") for turn in turns):
+    def _rows_of_conversation(self, row: Row, prompt: Any, completion: Any, tools: Sequence[Any]) -> list[Row]:
+        if not tools and any(message.get("tool_calls") for message in completion):
             logger.warning_once(f"{self.source}: no column `tools` describes those that are called.")
-        try:
-            return self.renderer.tokenized(self.template, prompt, turns, tools)
-        except UnmarkedError as error:
-            raise ValueError(f"{self.source}: {error}. Mark it, or record `completion_ids` with a mask.") from error
+        messages = [*prompt, *completion]
+        rows_of_turns = turns.rows(
+            self.tokenizer, messages, tools, self.template_options, self.end_token_ids, first=len(prompt)
+        )
+        if not rows_of_turns:
+            rows_of_turns = [turns.TurnRow("", reason="no turn of the assistant is to be trained on")]
+        if len(rows_of_turns) > 1 and "reward" not in row:
+            reason = "a conversation that gives several rows has no `reward`, and no function can score a part of it"
+            rows_of_turns = [turns.TurnRow("", reason=reason)]
+        self.n_texts += len(rows_of_turns)
+        rows = []
+        for of_turns in rows_of_turns:
+            if of_turns.reason is not None:
+                self.left_out[of_turns.reason].append(row[PLACE])
+                continue
+            rows.append(row | of_turns.tokens(self.tokenizer))
+            self.n_unique += self._is_unique(rows[-1])
+            self.n_added_thoughts += turns.n_added_thoughts(of_turns, messages)
+        return rows or [self._unrendered(row, conversations.spoken(completion))]
+
+    def _unrendered(self, row: Row, text: str) -> Row:
+        """A row that is not trained on: reward functions read its text, and its reward is in its group's mean."""
+        ids = self._ids(text) or row["prompt_ids"][-1:]
+        return row | {"completion_ids": ids, "completion_mask": [0] * len(ids)}
 
     def _tokens_of_text(self, text: str) -> list[int]:
         ids = self._ids(text)
-        if self.end is None or (ids and ids[-1] in self.renderer.end_token_ids):
+        if self.end is None or (ids and ids[-1] in self.end_token_ids):
             return ids
         return [*ids, self.end]
 
-    def _is_unique(self, ids: list[int]) -> bool:
+    def _is_unique(self, row: Row) -> bool:
         """Whether the text of prompt and completion has the tokens that they have each for itself."""
+        ids = [*row["prompt_ids"], *row["completion_ids"]]
         return self._ids(self.tokenizer.decode(ids)) == ids
 
     def _ids(self, text: str) -> list[int]:

@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,13 @@ from transformers import AutoTokenizer
 
 from benchmarks.base_models import build_tokenizer
 from opo_trl.checks.files import write_lines
-from opo_trl.reuse.conversations import ChatRenderer, UnfaithfulError, empty_thoughts, marking_template
+from opo_trl.reuse import turns
+from opo_trl.reuse.conversations import UnfaithfulError
 from opo_trl.reuse.reading import RECORDED
 
 
-# Marks what the assistant writes, and has a word for each tool.
-MARKED = "{% for tool in tools or [] %}Game {% endfor %}" + TEMPLATE.replace(
-    "{% else %}", "{% elif m.role == 'user' %}{{ m.content }}{% else %}{% generation %}"
-).replace("{% endif %}{% endif %}{% endfor %}", "{% endif %}{% endgeneration %}{% endif %}{% endfor %}")
+# Has a word for each tool.
+WITH_TOOLS = "{% for tool in tools or [] %}Game {% endfor %}" + TEMPLATE
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 TOOLS = [{"type": "function", "function": {"name": "guess", "description": "", "parameters": {"type": "object"}}}]
 OPTIONS = {"max_completion_length": 60, "steps_per_generation": 4, "max_steps": 2, "learning_rate": 0.1}
@@ -44,24 +42,24 @@ def first_completion(trainer) -> dict:
 
 
 @pytest.fixture(scope="module")
-def marked(player, tmp_path_factory) -> str:
-    """The player, with a chat template that marks what it writes."""
-    folder = shutil.copytree(player, tmp_path_factory.mktemp("marked"), dirs_exist_ok=True)
+def with_tools(player, tmp_path_factory) -> str:
+    """The player, with a chat template that renders tools."""
+    folder = shutil.copytree(player, tmp_path_factory.mktemp("with_tools"), dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(player)
-    tokenizer.chat_template = MARKED
+    tokenizer.chat_template = WITH_TOOLS
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
-def played(marked, tmp_path_factory):
+def played(with_tools, tmp_path_factory):
     """A run with a tool, and its conversations as messages."""
     rows = []
 
     def number_of_messages(prompts, completions, **_) -> list[float]:
-        rewards = [float(len(turns)) for turns in completions]
-        for prompt, turns, reward in zip(prompts, completions, rewards, strict=True):
-            row = {"messages": [*prompt, *turns], "tools": TOOLS, "reward": reward}
+        rewards = [float(len(answer)) for answer in completions]
+        for prompt, answer, reward in zip(prompts, completions, rewards, strict=True):
+            row = {"messages": [*prompt, *answer], "tools": TOOLS, "reward": reward}
             rows.append(copy.deepcopy(row))  # TRL may change its messages.
         return rewards
 
@@ -72,7 +70,7 @@ def played(marked, tmp_path_factory):
         "tools": [guess],
     }
     options = {"max_tool_calling_iterations": 4, "shuffle_dataset": False, **OPTIONS}
-    run = trained(marked, tmp_path_factory.mktemp("played"), trainer_arguments=arguments, **options)
+    run = trained(with_tools, tmp_path_factory.mktemp("played"), trainer_arguments=arguments, **options)
     return run, rows
 
 
@@ -87,10 +85,10 @@ def change(trainer) -> dict:
     return {name: weight.double() - trainer.initial[name] for name, weight in weights.items()}
 
 
-def test_training_on_the_messages_of_a_run_repeats_it(marked, tmp_path, played, caplog):
+def test_training_on_the_messages_of_a_run_repeats_it(with_tools, tmp_path, played, caplog):
     run, rows = played
     assert max(len(row["messages"]) for row in rows) >= 6
-    again = replayed(marked, tmp_path / "again", rows)
+    again = replayed(with_tools, tmp_path / "again", rows)
     played_rollout = vars(run.rollouts[0])
     recorded_rollout = vars(again.rollouts[0])
     for name in ("prompt_ids", "completion_ids", "tool_mask"):
@@ -114,7 +112,7 @@ def test_text_whose_tokens_depend_on_its_prompt_is_counted(player, tmp_path, cap
     assert sorted(ids) == [[3, 1]] * 8 + [[4, 1]] * 8
 
 
-def test_tools_are_in_the_prompt_of_an_answer_without_calls(marked, tmp_path):
+def test_tools_are_in_the_prompt_of_an_answer_without_calls(with_tools, tmp_path):
     row = {"prompt": [{"role": "user", "content": "Game 1."}], "completion": "right", "reward": 1.0}
     turns = [{"role": "assistant", "content": "right"}]
     rows = {
@@ -122,59 +120,22 @@ def test_tools_are_in_the_prompt_of_an_answer_without_calls(marked, tmp_path):
         "text and tools": {**row, "tools": TOOLS},
         "tools": {**row, "completion": turns, "tools": TOOLS},
     }
-    tokenizer = AutoTokenizer.from_pretrained(marked)
+    tokenizer = AutoTokenizer.from_pretrained(with_tools)
     for name, row in rows.items():
-        completion = first_completion(replayed(marked, tmp_path / name, [row] * 16, make=make_trainer))
+        completion = first_completion(replayed(with_tools, tmp_path / name, [row] * 16, make=make_trainer))
         words = tokenizer.convert_ids_to_tokens(completion["prompt_ids"] + completion["completion_ids"])
         word_of_tool = ["Game "] if "tools" in row else []
         assert words == [*word_of_tool, "Game ", "1", ".", "right", "<eos>"]
 
 
-def test_calls_in_a_prompt_are_rendered_as_the_model_wrote_them(marked, tmp_path):
+def test_calls_in_a_prompt_are_rendered_as_the_model_wrote_them(with_tools, tmp_path):
     """Their arguments are JSON, which a template would write as a text in quotes."""
     call = {"type": "function", "function": {"name": "guess", "arguments": '{"number": 3}'}}
     asked = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "higher"}]
     row = {"prompt": [{"role": "user", "content": "Game 1."}, *asked], "completion": "right", "reward": 1.0}
-    completion = first_completion(replayed(marked, tmp_path / "run", [row] * 16, make=make_trainer))
-    text = AutoTokenizer.from_pretrained(marked).decode(completion["prompt_ids"])
+    completion = first_completion(replayed(with_tools, tmp_path / "run", [row] * 16, make=make_trainer))
+    text = AutoTokenizer.from_pretrained(with_tools).decode(completion["prompt_ids"])
     assert '<tool_call>{"name": "guess", "arguments": {"number": 3}}</tool_call>' in text
-
-
-def test_a_template_that_does_not_mark_the_assistant_is_rejected(player, tmp_path, played, caplog):
-    _, rows = played
-    without_tools = [{**row, "tools": []} for row in rows]
-    with pytest.raises(ValueError, match=r"rollouts=.*does not mark each turn of the assistant by \{% generation %\}"):
-        replayed(player, tmp_path / "run", without_tools)
-    assert "no column `tools` describes those that are called" in caplog.text
-
-
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}], ids=str)
-def test_what_a_template_marks(shared_data, options):
-    """
-    With Qwen3's, of which TRL has a variant that marks: the line break after a turn was not sampled. Without thinking,
-    the run's generation prompt has an empty thought, which was not sampled either.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(shared_data / "Qwen3-1.7B")
-    renderer = ChatRenderer(tokenizer, options, [tokenizer.eos_token_id])
-    example = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-    prompt = [*example, {"role": "user", "content": "Guess!"}]
-    call = {"type": "function", "function": {"name": "guess", "arguments": '{"number":3}'}, "id": None}
-    completion = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "higher", "tool_calls": None},
-        {"role": "assistant", "content": "done", "tool_calls": None},
-    ]
-    tool = {"type": "function", "function": {"name": "guess", "parameters": {"type": "object", "title": None}}}
-    row = renderer.tokenized(marking_template(tokenizer), prompt, completion, [tool])
-    asked = tokenizer.decode(row["prompt_ids"])
-    thought = "<think>\n\n</think>\n\n"
-    in_prompt, sampled_thought = (thought, "") if options else ("", thought)
-    assert asked.endswith(f"user\nGuess!<|im_end|>\n<|im_start|>assistant\n{in_prompt}")
-    assert '{"type": "function", "function": {"name": "guess", "parameters": {"type": "object"}}}' in asked
-    written_call = '<tool_call>\n{"name": "guess", "arguments": {"number": 3}}\n</tool_call>'
-    sampled = f"{sampled_thought}{written_call}<|im_end|>{sampled_thought}done<|im_end|>"
-    assert sampled_text(tokenizer, row) == sampled
-    assert empty_thoughts(tokenizer, row, completion) == sampled.count(thought)
 
 
 ASKED = {"role": "user", "content": "Game 1."}
@@ -186,19 +147,23 @@ CALLS = {**SAID, "tool_calls": [{"type": "function", "function": {"name": "guess
 OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "guess", "arguments": "{}"}}
 THOUGHT = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n3"}
 RESULT = {"role": "tool", "content": "higher"}
-FAITHFUL = [[ASKED, CALLS, RESULT, LAST], [ASKED, SAID], [ASKED, SAID, LATER, {**LAST, "trainable": True}]]
+FAITHFUL = [
+    [ASKED, CALLS, RESULT, LAST],
+    [ASKED, SAID],
+    [ASKED, SAID, LATER, {**LAST, "trainable": True}],
+    [ASKED, {**SAID, "trainable": False}, LATER, LAST],
+]
 # What Qwen3's template leaves out. Some of it stands in other messages, too.
 DROPPED = {
     "leaves out something of a message of 'developer'": [{"role": "developer", "content": "user"}, ASKED, SAID],
-    "of a message of 'tool-response'": [ASKED, SAID, {"role": "tool-response", "content": "end"}, LAST],
-    "of a message of 'function'": [ASKED, OLD_CALL, {"role": "function", "name": "guess", "content": "3"}, LAST],
+    "of a message of 'tool-response'": [ASKED, {"role": "tool-response", "content": "end"}, LAST],
+    "of a message of 'function'": [ASKED, {"role": "function", "name": "guess", "content": "3"}, LAST],
     "leaves out something of 'function_call' of a turn": [ASKED, OLD_CALL],
-    "content of a message of 'tool' is not text": [ASKED, CALLS, {**RESULT, "content": {"is": "higher"}}, LAST],
-    "leaves out something of 'refusal' of a turn": [ASKED, SAID, LATER, {**LAST, "refusal": "No."}],
+    "content of a message of 'tool' is not text": [ASKED, {**RESULT, "content": {"is": "higher"}}, LAST],
+    "leaves out something of 'refusal' of a turn": [ASKED, {**LAST, "refusal": "No."}],
     "empty, but for fields that are not known": [ASKED, {"role": "assistant", "content": "", "audio": {"id": "a"}}],
-    "marked as not to be trained on": [ASKED, {**SAID, "trainable": False}, LATER, LAST],
-    "before a turn than its generation prompt": [ASKED, SAID, LATER, THOUGHT],
-    "removes an earlier thought": [ASKED, THOUGHT, LATER, LAST],
+    "no turn of the assistant is to be trained on": [ASKED, {**SAID, "trainable": False}],
+    "before a turn than its generation prompt": [ASKED, THOUGHT],
 }
 
 
@@ -237,7 +202,9 @@ def test_what_the_template_does_not_render_is_left_out_and_counted(qwen, tmp_pat
     call = f'<tool_call>\n{{"name": "guess", "arguments": {ARGUMENTS}}}\n</tool_call>'
     end = "<|im_end|>"
     n_left_out = len(DROPPED)
-    assert sampled[:-n_left_out] == [f"a guess\n{call}{end}end{end}", f"a guess{end}", f"a guess{end}end{end}"]
+    # Without thinking, Qwen3's template changes each turn when the next one follows: it removes the empty thought.
+    of_faithful = [f"a guess\n{call}{end}", f"end{end}", f"a guess{end}", f"a guess{end}", f"end{end}", f"end{end}"]
+    assert sampled[:-n_left_out] == of_faithful
     assert sampled[-n_left_out:] == [""] * n_left_out
     for reason in DROPPED:
         assert f"{reason} (2, such as row " in caplog.text
@@ -245,7 +212,7 @@ def test_what_the_template_does_not_render_is_left_out_and_counted(qwen, tmp_pat
     assert f"For {n_left_out / len(groups):.1%} of completions, that depends on" in caplog.text
     # Reward functions see what the assistant has said.
     last_completion, _ = groups[-1]
-    assert tokenizer.decode(last_completion["completion_ids"]).endswith("</think>\n\n3\nend")
+    assert tokenizer.decode(last_completion["completion_ids"]).endswith("</think>\n\n3")
 
 
 def test_rollouts_of_which_none_can_be_rendered_are_rejected(qwen, tmp_path):
@@ -258,22 +225,7 @@ def test_rollouts_of_which_none_can_be_rendered_are_rejected(qwen, tmp_path):
 @pytest.mark.parametrize("message", [CALLS, OLD_CALL, {"role": "user", "content": {"number": 3}}])
 def test_a_prompt_that_the_template_does_not_render_is_noticed(message):
     """By one that knows no calls."""
-    renderer = ChatRenderer(make_tokenizer(), {}, [])
-    renderer.check_prompt([ASKED, SAID, RESULT])
-    with pytest.raises(UnfaithfulError, match=f"of a message of '{message['role']}'"):
-        renderer.check_prompt([ASKED, message, RESULT])
-
-
-@pytest.mark.parametrize("family", ["qwen3", "glm4moe"])
-def test_an_earlier_thought_that_the_template_removes_is_noticed(family):
-    """TRL's variant for training keeps it with Qwen3's, but the model has not read it again."""
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
-    renderer = ChatRenderer(tokenizer, {}, [tokenizer.eos_token_id])
-    tokens = partial(renderer.tokenized, marking_template(tokenizer), [ASKED])
-    in_field = {"role": "assistant", "content": "3", "reasoning_content": "hm"}
-    for turn in (THOUGHT, in_field):
-        row = tokens([turn, RESULT, LAST], TOOLS)
-        assert "hm" in tokenizer.decode(row["completion_ids"])
-        with pytest.raises(UnfaithfulError, match="removes an earlier thought"):
-            tokens([turn, LATER, LAST], [])
+    turns.check_prompt(tokenizer, [ASKED, SAID, RESULT], {})
+    with pytest.raises(UnfaithfulError, match=f"of a message of '{message['role']}'"):
+        turns.check_prompt(tokenizer, [ASKED, message, RESULT], {})

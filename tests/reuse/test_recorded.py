@@ -39,7 +39,7 @@ from opo_trl.checks.files import read_json, read_lines, write_lines
 from opo_trl.command.train import main
 from opo_trl.data.arithmetic import make_problems
 from opo_trl.objectives import OBJECTIVES, objective_named
-from opo_trl.resume.checkpoint import checksum, settings
+from opo_trl.resume.checkpoint import checksum
 from opo_trl.reuse.agent_logs import PLACE
 from opo_trl.reuse.reading import KNOWN, RECORDED, load_rollouts
 
@@ -263,7 +263,7 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
     end = run.processing_class.eos_token_id
     assert all(completion["completion_ids"][-1] == end for completion in run.train_dataset[RECORDED][0])
     # Checkpoints do not compare computed log-probabilities, which another number of processes may round otherwise.
-    assert settings(run)["train_dataset.checksum"] == checksum(load_rollouts(source, 4))
+    assert run.current_settings["train_dataset.checksum"] == checksum(load_rollouts(source, 4))
 
 
 def test_groups(tmp_path, caplog):
