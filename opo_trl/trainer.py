@@ -67,7 +67,9 @@ from .objectives import objective_named
 from .resume import checkpoint
 from .resume.interrupts import SaveOnInterrupt
 from .resume.skipped_steps import SkippedSteps
+from .reuse.conversations import tokenizer_of
 from .reuse.replay import ReplayBuffer
+from .rewards.actions import ActionReader, reads_actions, with_tokenizer
 from .rewards.checked import checked
 from .updates import padding, shared_prompts
 from .updates.cutting import spread
@@ -168,6 +170,9 @@ class OPOTrainer(GRPOTrainer):
         with reference.loading(model):
             super().__init__(model, rewards, args, train_dataset, eval_dataset, **options)
         self._know_ends_of_completions()
+        for reward in self.reward_funcs:
+            if reads_actions(reward):
+                ActionReader(with_tokenizer(reward, tokenizer_of(self)).keywords["tokenizer"])
         for dataset in prompt_ids.datasets_with_tokens(self.train_dataset, self.eval_dataset):
             prompt_ids.check(self, dataset)
         if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
