@@ -49,6 +49,7 @@ from .checks.processes import check_processes
 from .checks.text import printable
 from .checks.weights import check_models, check_trainable
 from .config import OPOConfig
+from .data import prompt_ids
 from .generation import sampling
 from .generation.dynamic_sampling import DynamicSampling
 from .generation.failures import RewardFailures, RewardRecorder
@@ -66,7 +67,9 @@ from .objectives import objective_named
 from .resume import checkpoint
 from .resume.interrupts import SaveOnInterrupt
 from .resume.skipped_steps import SkippedSteps
+from .reuse.conversations import tokenizer_of
 from .reuse.replay import ReplayBuffer
+from .rewards.actions import ActionReader, reads_actions, with_tokenizer
 from .rewards.checked import checked
 from .updates import padding, shared_prompts
 from .updates.cutting import spread
@@ -140,6 +143,7 @@ class OPOTrainer(GRPOTrainer):
 
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _prefetch: Prefetch | None = None  # of the main process, with `prefetch_rollouts`
+    _prompts_of_rows: prompt_ids.PromptsOfRows | None = None  # in a round of generation whose rows bring their tokens
     _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
     _evaluated: list[Tensor]  # rewards of each batch of an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
@@ -163,6 +167,11 @@ class OPOTrainer(GRPOTrainer):
         with reference.loading(model):
             super().__init__(model, rewards, args, train_dataset, eval_dataset, **options)
         self._know_ends_of_completions()
+        for reward in self.reward_funcs:
+            if reads_actions(reward):
+                ActionReader(with_tokenizer(reward, tokenizer_of(self)).keywords["tokenizer"])
+        for dataset in prompt_ids.datasets_with_tokens(self.train_dataset, self.eval_dataset):
+            prompt_ids.check(self, dataset)
         if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
             raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
         if args.rollouts is not None:
@@ -401,8 +410,10 @@ class OPOTrainer(GRPOTrainer):
             return None
         dataset = cast(Dataset, self.train_dataset)
         sampler = cast(EpochSampler, self._sampler)
-        prompts = [dataset[index]["prompt"] for index in sampler.prompts_after(self._place)]
-        return self._tokenize_prompts(prompts)[0]
+        rows = [dataset[index] for index in sampler.prompts_after(self._place)]
+        prompts = [row["prompt"] for row in rows]
+        with temporarily(self, _prompts_of_rows=prompt_ids.of_rows(rows)):
+            return self._tokenize_prompts(prompts)[0]
 
     # 2. A rollout
 
@@ -417,6 +428,12 @@ class OPOTrainer(GRPOTrainer):
         # TRL asks for the rollout's log-probabilities next, unless it is aligned.
         self._leaves_out_logps = not (self.args.is_aligned or self._needs_logps_of_rollout)
         return generated
+
+    def _tokenize_prompts(self, prompts: list, **named):
+        """As in TRL, but the tokens that the rows of a dataset bring for their prompts are taken as they are."""
+        if self._prompts_of_rows is not None:
+            return self._prompts_of_rows.tokens_of(prompts), None, {}
+        return super()._tokenize_prompts(prompts, **named)
 
     def _sampled_by_its_fields(self) -> AbstractContextManager[None]:
         """Within, Transformers takes no cut-off from the model's own `generation_config.json`, as vLLM takes none."""
@@ -474,9 +491,12 @@ class OPOTrainer(GRPOTrainer):
             inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)
             recall = partial(self._recorded.recall, tokenize_prompts=self._tokenize_prompts)
             source = temporarily(self, rollout_func=recall)
+        # Recorded completions bring prompts' tokens of their own.
+        prompts_of_rows = None if self._replays_recorded else prompt_ids.of_rows(inputs)
         training = self.model.training
         scored = RewardRecorder(self._calculate_rewards)
-        with temporarily(self, _calculate_rewards=scored), source, chdir("."):  # a reward may change the folder
+        replaced = temporarily(self, _calculate_rewards=scored, _prompts_of_rows=prompts_of_rows)
+        with replaced, source, chdir("."):  # a reward may change the folder
             try:
                 entries = super()._generate_and_score_completions(inputs)
             except SystemExit as error:  # it would end the run as if it had finished

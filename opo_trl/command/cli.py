@@ -5,6 +5,7 @@ The `opo-trl` command.
     opo-trl report RUN_FOLDER … [--output REPORT.html]
     opo-trl diagnose RUN [--output REPORT.html]
     opo-trl recipes [RECIPE] [--output FOLDER]
+    opo-trl pivots LOGS --model MODEL --output FOLDER
     opo-trl selftest
 
 `opo_trl.checks.text` explains the exit status; of `diagnose`, 1 says that something is wrong with the run, of
@@ -27,6 +28,7 @@ from typing import Any
 
 from .. import __version__
 from ..checks.text import report_error
+from . import pivots
 
 
 SHIPPED = Path(__file__).parents[1] / "recipes"  # the recipes of the package
@@ -70,8 +72,10 @@ def _run(argv: list[str]) -> int:
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
     recipes.add_argument("recipe", nargs="?", help="recipe to copy")
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
+    pivots_parser = commands.add_parser("pivots", help="make states to train in of the logs of an agent")
+    pivots.add_options(pivots_parser)
     commands.add_parser("selftest", help="check in minutes that the installed releases train what they are told")
-    for command in (report, diagnose, recipes):
+    for command in (report, diagnose, recipes, pivots_parser):
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     arguments = parser.parse_args(argv)
@@ -87,6 +91,8 @@ def _run(argv: list[str]) -> int:
     elif arguments.command == "recipes":
         lines = copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()
         print(*lines, sep="\n")
+    elif arguments.command == "pivots":
+        pivots.run(arguments)
     elif arguments.command == "selftest":
         from .. import selftest
 

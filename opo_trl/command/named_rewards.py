@@ -21,6 +21,7 @@ from ..fields import load, require
 from ..reuse.reading import RECORDED
 from ..reuse.recorded import as_scored
 from ..rewards.accuracy import accuracy_reward
+from ..rewards.actions import action_reward
 from ..rewards.scoring import IsolatedReward
 from .arguments import OPOScriptArguments
 
@@ -28,6 +29,7 @@ from .arguments import OPOScriptArguments
 # Name in `reward_funcs` → function.
 REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
+    "action_reward": action_reward,
     "arithmetic_reward": arithmetic_reward,
     "first_line_reward": first_line_reward,
     "gym_reward": gym_reward,

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..rewards.boxes import final_answer, find_boxes
+from .prompt_ids import PROMPT_IDS
 
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,10 @@ def drop_long_prompts(
     length is that of what the model gets. A `ValueError` if no row is left.
     """
     prompts = list(dataset["prompt"])
-    ids_of_prompts = tokenize_prompts(prompts, tokenizer, chat_template_kwargs)
+    if PROMPT_IDS in dataset.column_names:
+        ids_of_prompts = list(dataset[PROMPT_IDS])
+    else:
+        ids_of_prompts = tokenize_prompts(prompts, tokenizer, chat_template_kwargs)
     too_long = {}
     for index, ids in enumerate(ids_of_prompts):
         if len(ids) > max_prompt_length:

@@ -15,6 +15,7 @@ from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 from ..data import tokenize_prompts
+from ..data.prompt_ids import PROMPT_IDS
 from ..reuse.reading import RECORDED
 from . import memory
 
@@ -256,6 +257,8 @@ def _longest_recorded(data: Dataset, column: str) -> int:
 def _longest_prompt(trainer: Any, data: Dataset) -> int:
     """Tokens of the prompt with the longest text; with images, which take most tokens, of the first 32 prompts."""
     template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
+    if PROMPT_IDS in data.column_names:
+        return max(map(len, data.select_columns(PROMPT_IDS)[:10_000][PROMPT_IDS]))
     prompts = data.select_columns("prompt")[:10_000]["prompt"]
     longest = max(prompts, key=lambda prompt: len(str(prompt)))
     has_images = isinstance(trainer.processing_class, ProcessorMixin)

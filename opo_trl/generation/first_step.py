@@ -23,6 +23,7 @@ from trl.trainer.utils import is_async_callable
 from ..batch import Batch, carried, completion_tokens
 from ..checks.text import one_line
 from ..contract import KNOWN_KEYS, MULTIMODAL_KEYS, ROLLOUT_KEYS
+from ..data.prompt_ids import PROMPT_IDS
 from ..reuse.conversations import tokenizer_of
 from ..trl import temporarily, untested
 from ..updates import padding
@@ -254,7 +255,9 @@ class FirstStep:
             yield f"the {group} completions of a group have several"
         if self.tokens_are_of_model:
             for index in (0, len(inputs) - 1):
-                [tokens], *_ = tokenize([self.prompts[index]])
+                tokens = inputs[index].get(PROMPT_IDS)
+                if tokens is None:
+                    [tokens], *_ = tokenize([self.prompts[index]])
                 if tokens != [*self.generated[0][index]]:
                     yield f"the tokens of prompt {index} are those of another one"
 

@@ -30,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checks.files import free
 from ..config import CONTENT, OPTIMIZER, OPOConfig
+from ..data.prompt_ids import PROMPT_IDS
 from ..models.frozen_base import local_part
 from ..reuse.reading import RECORDED
 from .other_processes import CUT, completions, converted, divide, fitting
@@ -221,11 +222,13 @@ def _data_settings(data: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=1)
 def checksum(data: Dataset) -> str:
     """
-    Checksum of the prompts of a dataset; of all its columns if it has recorded rollouts, or a transform makes the
-    prompts.
+    Checksum of the prompts of a dataset, and of their tokens if it has these; of all its columns if it has recorded
+    rollouts, or a transform makes the prompts.
     """
     has_prompts_only = "prompt" in data.column_names and RECORDED not in data.column_names
-    names = ["prompt"] if has_prompts_only else data.column_names
+    names = data.column_names
+    if has_prompts_only:
+        names = [name for name in ("prompt", PROMPT_IDS) if name in names]
     content = _Checksum()
     pickler = pickle.Pickler(content)
     pickler.fast = True  # it writes no references to earlier objects, so equal rows are equal bytes

@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 
-__all__ = ["load_rollouts"]
+__all__ = ["load_rollouts", "to_pivots"]
 
 if TYPE_CHECKING:
+    from .pivots import to_pivots
     from .reading import load_rollouts
 
 
@@ -15,4 +16,8 @@ def __getattr__(name: str):
         from .reading import load_rollouts
 
         return load_rollouts
+    if name == "to_pivots":
+        from .pivots import to_pivots
+
+        return to_pivots
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,7 +78,7 @@ def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
     """
-    rows = _rows(source)
+    rows = read_rows(source)
     names = _column_names(rows)
     has_rewards = "reward" in names
     if has_rewards and all(row["reward"] is None for row in rows):
@@ -213,9 +213,9 @@ def text_of(completion: Any) -> str | None:
 # Reading rows
 
 
-def _rows(source: str) -> Rows:
+def read_rows(source: str) -> Rows:
     """The rows of a file or folder with the columns of this module, and their [`PLACE`]."""
-    rows_by_file = _load_files(source)
+    rows_by_file = load_files(source)
     _check_same_columns(rows_by_file, source)
     rows = [
         {**row, PLACE: (file, number)}
@@ -237,7 +237,7 @@ def _column_names(rows: Rows) -> list[str]:
     return list(names)
 
 
-def _load_files(source: str) -> dict[str, Rows]:
+def load_files(source: str) -> dict[str, Rows]:
     """The rows of each file of a folder, by its path in it; of anything else, those of the source by an empty path."""
     files = _files(source)
     try:

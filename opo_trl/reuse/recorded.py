@@ -283,7 +283,7 @@ def _check_recordable(columns: Mapping[str, Any]) -> None:
     """Check that columns of a dataset, or of one of its rows, can be recorded, and read again as they are."""
     for name, value in columns.items():
         problem = f"save_rollouts=True cannot record the column {name!r}"
-        if name != "prompt" and is_reserved(name):
+        if name not in ("prompt", "prompt_ids", "tools") and is_reserved(name):
             raise ValueError(
                 f"{problem}: that name has a meaning in recorded rows. Rename it, or remove `save_rollouts`."
             )

@@ -8,6 +8,7 @@ from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
 from ..trl import temporarily
+from .actions import with_tokenizer
 from .errors import CountingReward, RewardError, error_text, numbers
 
 
@@ -18,7 +19,8 @@ def checked(trainer: Any) -> AbstractContextManager[None]:
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects.
     """
     named_rewards = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-    checked_rewards = [checked_reward(reward, name) for reward, name in named_rewards]
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    checked_rewards = [checked_reward(with_tokenizer(reward, tokenizer), name) for reward, name in named_rewards]
     return temporarily(trainer, reward_funcs=checked_rewards)
 
 

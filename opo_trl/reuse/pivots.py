@@ -1,0 +1,327 @@
+"""
+Pivots: the turns of logged conversations as prompts for reinforcement learning (PivotRL, arXiv 2603.21383).
+
+Each turn of the assistant is a row of a dataset: what the model read before it, as tokens, and what it did there. The
+policy acts in that state, and [`rewards.action_reward`] says whether it does the same. docs/pivots.md explains it.
+"""
+
+import json
+import logging
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, DatasetDict
+
+from ..data.files import column
+from ..data.prompt_ids import PROMPT_IDS
+from ..rewards.actions import SAME, ActionReader, logged_action
+from . import responses, turns
+from .agent_logs import PLACE, Row, Rows, place_of
+from .conversations import UnfaithfulError, as_rendered, is_trained
+from .reading import KNOWN, load_files, read_rows
+
+
+logger = logging.getLogger(__name__)
+
+Messages = Sequence[Mapping[str, Any]]
+
+# Columns of a pivot; those of the log that have another name follow them.
+COLUMNS = ("prompt", PROMPT_IDS, "action", "tools", "trajectory", "turn")
+_AS_JSON = ("prompt", "action", "tools", "overlap")  # Their parts have several types.
+
+# Reward of an action that a file names as the expected one.
+_EXPECTED = math.inf
+
+
+@dataclass
+class Trajectory:
+    """A logged conversation, of whose messages the assistant's from the place `first` on are states to act in."""
+
+    name: str
+    messages: list[Row]
+    tools: list[Any]
+    first: int
+    reward: float | None = None
+    columns: Row = field(default_factory=dict)  # of the log, for reward functions
+
+    @property
+    def actions(self) -> list[int]:
+        """The places of the messages that are actions."""
+        places = range(self.first, len(self.messages))
+        return [place for place in places if self.messages[place]["role"] == "assistant"]
+
+    @property
+    def beginning(self) -> str:
+        """What stands before the assistant's first message: the same for all trajectories of a task."""
+        roles = [message["role"] for message in self.messages]
+        return json.dumps([self.tools, self.messages[: roles.index("assistant")]], default=str)
+
+
+class LeftOut:
+    """States that are left out, by reason."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.examples: dict[str, str] = {}  # the first state of each reason
+
+    def add(self, reason: str, trajectory: Trajectory, turn: int | None = None, count: int = 1) -> None:
+        example = trajectory.name if turn is None else f"{trajectory.name}, message {turn}"
+        self.counts[reason] = self.counts.get(reason, 0) + count
+        self.examples.setdefault(reason, example)
+
+    def __str__(self) -> str:
+        parts = [f"{count:,} {reason} (first: {self.examples[reason]})" for reason, count in self.counts.items()]
+        return "; ".join(parts)
+
+
+def to_pivots(
+    source: str,
+    tokenizer: Any,
+    *,
+    min_reward: float | None = None,
+    messages: bool = False,
+    max_prompt_length: int | None = None,
+    test_fraction: float = 0.0,
+    seed: int = 42,
+    overlap: Mapping[str, float] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> DatasetDict:
+    """
+    The turns of logged conversations as a dataset with a row for each state in which the assistant has acted.
+
+    Its columns are `prompt`, the messages before the turn; `prompt_ids`, the tokens that the model gets for them, with
+    the tools of this conversation; `action`, the message with which the assistant went on; `tools`; `trajectory`, a
+    name; `turn`, the place of the action among the messages; and those of the log.
+
+    Args:
+        source (`str`):
+            A file, a folder or a dataset on the Hub with conversations, as for `rollouts` (docs/reuse.md), or rows of
+            NeMo Gym with `expected_action`, which are taken as they are.
+        tokenizer (`PreTrainedTokenizerBase`):
+            That of the model to train.
+        min_reward (`float`, *optional*):
+            Least reward of a conversation whose turns are taken: a logged mistake is no model. By default the best
+            reward in the log. Without rewards, all turns are taken, with a warning.
+        messages (`bool`, *optional*, defaults to `False`):
+            Whether to take turns that are messages without calls, too. Any message is right there.
+        max_prompt_length (`int`, *optional*):
+            Most tokens of a prompt. By default any number.
+        test_fraction (`float`, *optional*, defaults to `0.0`), seed (`int`, *optional*, defaults to `42`):
+            Share to hold out as the split `test`, in `[0, 1)`: of trajectories, never of rows. Those that begin alike
+            stay together. The seed draws them.
+        overlap (`dict[str, float]`, *optional*):
+            Parameters (`tool.parameter`) whose text only needs this share of the logged words, in `[0, 1]`.
+        chat_template_kwargs (`dict`, *optional*):
+            Options of the chat template, such as `{"enable_thinking": False}`. They are part of the tokens.
+
+    Returns:
+        `DatasetDict`: the splits `train` and, if rows are held out, `test`. A warning counts by reason what is left
+        out.
+
+    Raises:
+        `ValueError`: the log cannot be read, the tokenizer does not say how its model writes calls, or no state, or no
+            trajectory to hold out, is left.
+    """
+    if not 0 <= test_fraction < 1:
+        raise ValueError(f"test_fraction={test_fraction!r} must be a share from 0 to less than 1.")
+    reader = ActionReader(tokenizer)
+    trajectories = _trajectories(source)
+    left_out = LeftOut()
+    chosen = _rewarded(trajectories, min_reward, left_out, source)
+    rows: Rows = []
+    beginnings: list[str] = []  # of each row's trajectory
+    known: set[str] = set()
+    for trajectory in chosen:
+        for place in trajectory.actions:
+            action = _action(trajectory.messages[place])
+            reason = _why_not_taken(trajectory.messages[place], action, takes_messages=messages)
+            if reason is not None:
+                left_out.add(reason, trajectory, place)
+                continue
+            before = trajectory.messages[:place]
+            try:
+                ids = _prompt_ids(reader, before, action, trajectory.tools, chat_template_kwargs or {})
+            except UnfaithfulError as error:
+                left_out.add(f"for which {error}", trajectory, place)
+                continue
+            if max_prompt_length is not None and len(ids) > max_prompt_length:
+                left_out.add(f"whose prompt has more than {max_prompt_length:,} tokens", trajectory, place)
+                continue
+            key = repr((ids, logged_action(action)))
+            if key in known:
+                left_out.add("that repeat an earlier state and action", trajectory, place)
+                continue
+            known.add(key)
+            row = {
+                "prompt": [_plain(message) for message in before],
+                PROMPT_IDS: ids,
+                "action": action,
+                "tools": trajectory.tools,
+                "trajectory": trajectory.name,
+                "turn": place,
+            }
+            if overlap:
+                row["overlap"] = dict(overlap)
+            rows.append({**trajectory.columns, **row})
+            beginnings.append(trajectory.beginning)
+    if left_out.counts:
+        logger.warning(f"{source!r}: states that are left out: {left_out}.")
+    if not rows:
+        raise ValueError(f"{source!r} has no state to train on: {left_out or 'the assistant does nothing'}.")
+    return _splits(rows, beginnings, test_fraction, seed)
+
+
+def _rewarded(
+    trajectories: Sequence[Trajectory], min_reward: float | None, left_out: LeftOut, source: str
+) -> list[Trajectory]:
+    """The trajectories whose reward is high enough or, if none has one, all."""
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    if not rewards:
+        if min_reward is not None:
+            raise ValueError(f"min_reward={min_reward:g}, but {source!r} has no rewards. Remove it.")
+        n_states = sum(len(trajectory.actions) for trajectory in trajectories)
+        logger.warning(
+            f"{source!r} has no rewards: all {n_states:,} states of its {len(trajectories):,} trajectories are taken "
+            "as good examples. Add `reward` to leave out those that have failed."
+        )
+        return list(trajectories)
+    least = max(rewards) if min_reward is None else min_reward
+    chosen = []
+    for trajectory in trajectories:
+        if trajectory.reward is not None and trajectory.reward >= least:
+            chosen.append(trajectory)
+        else:
+            reason = f"of a trajectory with a reward below {least:g}, or with none"
+            left_out.add(reason, trajectory, count=len(trajectory.actions))
+    return chosen
+
+
+def _why_not_taken(message: Row, action: Row, *, takes_messages: bool) -> str | None:
+    """Why a logged message is no action to learn; `None` if it is one."""
+    if not is_trained(message):
+        return "that are marked as not to be trained on"
+    if action.get("tool_calls"):
+        return None
+    if not str(action["content"]).strip():
+        return "whose logged action is empty"
+    return None if takes_messages else "whose logged action is a message"
+
+
+def _prompt_ids(
+    reader: ActionReader, before: Messages, action: Row, tools: Sequence[Any], options: Mapping[str, Any]
+) -> list[int]:
+    """
+    The tokens that a model gets before an action.
+
+    Raises:
+        [`UnfaithfulError`]: the chat template leaves something of the messages out, or writes the action such that it
+            is read as another one.
+    """
+    tokenizer = reader.tokenizer
+    text, ids = turns.context(tokenizer, before, tools, options)
+    rendered = as_rendered([*before, action])
+    try:
+        text_of_action = turns.ChatTemplate(tokenizer, tools, options).turn(rendered, text, ends=())
+    except UnfaithfulError:
+        return ids  # The prompt opens a thought that the log does not have: the policy writes its own.
+    written = tokenizer(text_of_action, add_special_tokens=False)["input_ids"]
+    done = reader.read(written, prompt_ids=ids, tools=tools)
+    verdict = reader.verdict(logged_action(action), done, tools, {})
+    if verdict != SAME:
+        raise UnfaithfulError(f"the chat template writes the logged action such that it is read as: {verdict}")
+    return ids
+
+
+def _plain(message: Mapping[str, Any]) -> Row:
+    """What a message says and calls: the fields that chat templates know."""
+    names = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
+    (plain,) = as_rendered([{name: message[name] for name in names if message.get(name) is not None}])
+    plain.setdefault("content", "")
+    return plain
+
+
+def _action(message: Mapping[str, Any]) -> Row:
+    """What a message does: what it says and calls, but not what it thinks, and no names of calls."""
+    plain = _plain(message)
+    action = {"role": "assistant", "content": plain["content"]}
+    if plain.get("tool_calls"):
+        functions = [call["function"] for call in plain["tool_calls"]]
+        action["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+    return action
+
+
+def _splits(rows: Rows, beginnings: Sequence[str], test_fraction: float, seed: int) -> DatasetDict:
+    """The rows as datasets: those to train on and, by the beginnings of their trajectories, those to hold out."""
+    names = list(dict.fromkeys(beginnings))
+    n_held_out = max(round(test_fraction * len(names)), 1) if test_fraction else 0
+    if n_held_out >= len(names):
+        raise ValueError(
+            f"test_fraction={test_fraction:g} of {len(names)} different beginnings of trajectories leaves none to "
+            "train on. Lower it, or name a log with more tasks."
+        )
+    held_out = set(random.Random(seed).sample(names, n_held_out))
+    splits: dict[str, Rows] = {"train": [], "test": []}
+    for row, beginning in zip(rows, beginnings, strict=True):
+        splits["test" if beginning in held_out else "train"].append(row)
+    return DatasetDict({name: _dataset(of_split) for name, of_split in splits.items() if of_split})
+
+
+def _dataset(rows: Rows) -> Dataset:
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if name in _AS_JSON:
+            columns[name] = pa.array([json.dumps(value) for value in values], pa.json_())
+        else:
+            columns[name] = column(values)
+    return Dataset.from_dict(columns)
+
+
+# Reading
+
+
+def _trajectories(source: str) -> list[Trajectory]:
+    """The conversations of a log. Rows of NeMo Gym with `expected_action` are conversations with one action."""
+    rows_by_file = load_files(source)
+    first_row = next((row for rows in rows_by_file.values() for row in rows), {})
+    if {"responses_create_params", "expected_action"} <= first_row.keys():
+        trajectories = []
+        for file, rows in rows_by_file.items():
+            trajectories += [_of_nemo_gym(row, (file, number)) for number, row in enumerate(rows, 1)]
+        return trajectories
+    trajectories = []
+    for row in read_rows(source):
+        prompt, completion = row["prompt"], row.get("completion")
+        if isinstance(prompt, str) or not isinstance(completion, list):
+            raise ValueError(
+                f"{source!r}, {place_of(row)}: this is text, and states are made of messages. "
+                "Write each conversation as a row with `messages`, `tools` and `reward`."
+            )
+        columns = {name: value for name, value in row.items() if _is_of_log(name)}
+        name = str(row.get("trajectory") or place_of(row))
+        messages = [*prompt, *completion]
+        tools = list(row.get("tools") or ())
+        trajectories.append(Trajectory(name, messages, tools, len(prompt), row.get("reward"), columns))
+    return trajectories
+
+
+def _is_of_log(name: str) -> bool:
+    """Whether a column of a log goes on to reward functions."""
+    return name not in (PLACE, "group", "overlap", *KNOWN, *COLUMNS)
+
+
+def _of_nemo_gym(row: Row, place: tuple[str, int]) -> Trajectory:
+    """A state of NeMo Gym, whose logged action is in a column of its own. Its reward is of some other answer."""
+    request = row["responses_create_params"]
+    name = str(row.get("uuid") or place_of({PLACE: place}))
+    before = responses.messages(request["input"], instructions=request.get("instructions"))
+    expected = row["expected_action"]
+    items = expected["calls"] if expected["type"] == "function_call_batch" else [expected]
+    action = responses.messages([{"role": "assistant", **item} for item in items])
+    tools = [responses.tool(tool) for tool in request.get("tools") or ()]
+    return Trajectory(name, [*before, *action], tools, first=len(before), reward=_EXPECTED)

@@ -1,0 +1,300 @@
+"""
+Whether an agent does what was logged: the same calls with the same arguments or, after a logged message, a message.
+
+What a completion does is read from its tokens by TRL's `parse_response`: markers of calls may be special tokens, which
+a decoded text lacks. That function returns plain text for a call that it cannot read, and is lenient with one that
+does not end. Both are neither a call nor a message here. docs/pivots.md shows near-misses with their verdicts.
+"""
+
+import copy
+import json
+import math
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+from trl.chat_template_utils import add_response_schema, parse_response
+
+
+# Relative difference up to which numbers are the same, if one of them is not whole: enough for rounding in a text.
+TOLERANCE = 1e-6
+
+SAME = "same"
+MALFORMED = "malformed"
+
+_HOW = (
+    "Set `response_template` in its tokenizer_config.json "
+    "(https://huggingface.co/docs/transformers/main/en/chat_response_parsing)"
+)
+
+
+class Call(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Action(NamedTuple):
+    """What an agent does in a turn: its calls or, without any, what it says. Malformed, it is neither."""
+
+    calls: list[Call]
+    text: str
+    is_malformed: bool = False
+
+
+def action_reward(
+    completion_ids: Sequence[Sequence[int]],
+    action: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None = None,
+    prompt_ids: Sequence[Sequence[int]] | None = None,
+    overlap: Sequence[Mapping[str, float] | None] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    log_extra: Callable[[str, list[str]], None] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """
+    1.0 for each completion that does what was logged, and 0.0 for any other, whatever a model writes.
+
+    Calls are the same if they have the same name and the same arguments by type: whole numbers exactly, others within
+    [`TOLERANCE`], text up to white space and the form of Unicode. Several calls may come in any order. What is said or
+    thought beside them does not count. Where a message was logged, any message is the same.
+
+    Args:
+        completion_ids: tokens of the completions, `[B]` lists.
+        action: the logged message of the assistant for each, with `tool_calls` if it has some.
+        tools: for each, the tools that could be called, which say of which type an argument is.
+        prompt_ids: for each, the tokens of its prompt, which say where a turn or thought has begun.
+        overlap: for each, the parameters (`tool.parameter`) whose text only needs this share of the words, as F1.
+        tokenizer: of the model. [`OPOTrainer`] passes its own.
+        log_extra: TRL's function that adds a column to the table of completions: here the verdicts.
+
+    Raises:
+        `ValueError`: there is no tokenizer, or it does not say how its model writes calls.
+    """
+    if tokenizer is None:
+        raise ValueError(
+            "action_reward reads tokens and needs a tokenizer. OPOTrainer passes its own; elsewhere, use "
+            "`functools.partial(action_reward, tokenizer=tokenizer)`."
+        )
+    reader = ActionReader(tokenizer)
+    verdicts = []
+    for index, ids in enumerate(completion_ids):
+        tools_of_row = tools[index] if tools else None
+        prompt = prompt_ids[index] if prompt_ids else None
+        thresholds = overlap[index] if overlap else None
+        done = reader.read(ids, prompt_ids=prompt, tools=tools_of_row)
+        verdicts.append(reader.verdict(logged_action(action[index]), done, tools_of_row, thresholds or {}))
+    if log_extra is not None:
+        log_extra("verdict", verdicts)
+    return [float(verdict == SAME) for verdict in verdicts]
+
+
+def reads_actions(reward: Any) -> bool:
+    """Whether a reward function is [`action_reward`], perhaps with some arguments."""
+    return (reward.func if isinstance(reward, partial) else reward) is action_reward
+
+
+def with_tokenizer(reward: Any, tokenizer: Any) -> Any:
+    """[`action_reward`] with a tokenizer, unless it has one; any other reward function as it is."""
+    if not reads_actions(reward):
+        return reward
+    keywords = reward.keywords if isinstance(reward, partial) else {}
+    return partial(reward, **{"tokenizer": tokenizer, **keywords})
+
+
+def logged_action(message: Mapping[str, Any]) -> Action:
+    """The action of a logged message of the assistant, whose arguments may be JSON."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments or "{}")
+        calls.append(Call(function["name"], arguments or {}))
+    return Action(calls, message.get("content") or "")
+
+
+class ActionReader:
+    """
+    Reads what completions do, for a tokenizer.
+
+    Raises:
+        `ValueError`: the tokenizer does not say how its model writes calls, and TRL does not know its chat template.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = copy.copy(tokenizer)  # TRL reads completions otherwise if its own has a response template.
+        has_own = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
+        if not has_own:
+            try:
+                add_response_schema(self.tokenizer)
+            except ValueError as error:
+                raise ValueError(
+                    f"action_reward cannot read the calls of {tokenizer.name_or_path!r}: TRL does not know its chat "
+                    f"template. {_HOW}."
+                ) from error
+        template = getattr(self.tokenizer, "response_template", None) or {}
+        form = template.get("fields", {}).get("tool_calls")
+        if template and form is None:
+            raise ValueError(
+                f"action_reward cannot read the calls of {tokenizer.name_or_path!r}: its `response_template` has no "
+                f"field `tool_calls`. {_HOW}."
+            )
+        self._begins = _pattern(form, "open")
+        self._ends = _pattern(form, "close")
+        # Arguments whose type the tool does not declare are then read as text.
+        self._has_types = (form or {}).get("content") != "xml-inline"
+        self._marks = [mark for mark in self.tokenizer.get_added_vocab() if mark.strip()]
+
+    def read(
+        self, ids: Sequence[int], *, prompt_ids: Sequence[int] | None = None, tools: Sequence[Any] | None = None
+    ) -> Action:
+        """What a completion of these tokens does; malformed if it cannot be read, whatever it is."""
+        malformed = Action([], "", is_malformed=True)
+        prefix = None if prompt_ids is None else list(prompt_ids)
+        try:
+            turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=list(tools or ()) or None)
+            functions = [call["function"] for call in turn.get("tool_calls") or ()]
+            calls = [Call(function["name"], function["arguments"]) for function in functions]
+        except Exception:  # Parsers fail in many ways on what a model may write, and a run has to go on.
+            return malformed
+        text_of_turn = self._without_thoughts(ids, turn)
+        said = turn["content"]
+        if calls:
+            are_mappings = all(isinstance(call.arguments, Mapping) for call in calls)
+            n_ends = len(self._ends.findall(text_of_turn))
+            return Action(calls, said) if are_mappings and n_ends >= len(calls) else malformed
+        has_marks = any(mark in said for mark in self._marks) or self._begins.search(text_of_turn)
+        return malformed if has_marks or not said.strip() else Action([], said)
+
+    def _without_thoughts(self, ids: Sequence[int], turn: Mapping[str, Any]) -> str:
+        """The text of a completion with its special tokens, without what it thinks."""
+        text = self.tokenizer.decode(ids)
+        for name, part in turn.items():
+            if name not in ("role", "content", "tool_calls") and isinstance(part, str):
+                text = text.replace(part, "", 1)
+        return text
+
+    def verdict(self, logged: Action, done: Action, tools: Sequence[Any] | None, overlap: Mapping[str, float]) -> str:
+        """[`SAME`], or in which way what was done is not what was logged."""
+        if done.is_malformed:
+            return MALFORMED
+        if not logged.calls:
+            return "a call, not a message" if done.calls else SAME
+        if not done.calls:
+            return "a message, not a call"
+        if len(done.calls) != len(logged.calls):
+            return f"{len(done.calls)} calls, not {len(logged.calls)}"
+        left = list(done.calls)
+        for call in logged.calls:
+            differences = [self._difference(call, other, tools, overlap) for other in left]
+            if SAME not in differences:
+                return differences[0]
+            left.pop(differences.index(SAME))
+        return SAME
+
+    def _difference(self, logged: Call, done: Call, tools: Sequence[Any] | None, overlap: Mapping[str, float]) -> str:
+        """[`SAME`], or the first difference between two calls."""
+        if done.name != logged.name:
+            return "another tool"
+        defaults = _defaults(logged.name, tools)
+        expected = _stated(logged.arguments, defaults)
+        arguments = _stated(done.arguments, defaults)
+        for name in sorted(expected.keys() ^ arguments.keys()):
+            return f"{name!r} is {'missing' if name in expected else 'not in the log'}"
+        for name, value in expected.items():
+            least_overlap = overlap.get(f"{logged.name}.{name}")
+            if not self._is_same(value, arguments[name], least_overlap):
+                return f"another {name!r}"
+        return SAME
+
+    def _is_same(self, logged: Any, value: Any, least_overlap: float | None = None) -> bool:
+        """Whether two values are the same by type. It goes no deeper than what was logged."""
+        if isinstance(value, str) and not isinstance(logged, str) and not self._has_types:
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        if isinstance(logged, str):
+            if not isinstance(value, str):
+                return False
+            if least_overlap is not None and word_overlap(logged, value) >= least_overlap:
+                return True
+            return normalized(logged) == normalized(value)
+        if isinstance(logged, Mapping):
+            if not isinstance(value, Mapping) or logged.keys() != value.keys():
+                return False
+            return all(self._is_same(part, value[name]) for name, part in logged.items())
+        if isinstance(logged, list):
+            if not isinstance(value, list) or len(logged) != len(value):
+                return False
+            return all(self._is_same(*parts) for parts in zip(logged, value, strict=True))
+        if _is_number(logged) and _is_number(value):
+            return _are_close(logged, value)
+        return type(logged) is type(value) and logged == value
+
+
+def normalized(text: str) -> str:
+    """
+    A text as it is compared: in one form of Unicode (NFC), without white space at its ends and at the ends of lines.
+    In a single line, several spaces are one; in several, they are kept, because they may be code.
+    """
+    lines = unicodedata.normalize("NFC", text).strip("\r\n").splitlines()
+    if len(lines) == 1:
+        return " ".join(lines[0].split())
+    return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+def word_overlap(first: str, second: str) -> float:
+    """F1 of the words of two texts, each as often as it comes, whatever their case: from 0 to 1."""
+    words = [Counter(re.findall(r"\w+", text.casefold())) for text in (first, second)]
+    n_common = (words[0] & words[1]).total()
+    n_words = words[0].total() + words[1].total()
+    return 2 * n_common / n_words if n_words else 1.0
+
+
+def _pattern(form: Mapping[str, Any] | None, side: str) -> re.Pattern[str]:
+    """With what calls begin (`open`) or end (`close`) in a response template; without one, what matches nothing."""
+    form = form or {}
+    literal = form.get(side)
+    # With nothing to look for, every call has ended and none has begun.
+    usual = r"(?!)" if side == "open" else r""
+    return re.compile(form.get(f"{side}_pattern", usual) if literal is None else re.escape(literal))
+
+
+def _defaults(name: str, tools: Sequence[Any] | None) -> dict[str, Any]:
+    """The declared defaults of a tool's parameters."""
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        if function.get("name") != name:
+            continue
+        properties = (function.get("parameters") or {}).get("properties") or {}
+        with_default = {}
+        for parameter, schema in properties.items():
+            if isinstance(schema, Mapping) and schema.get("default") is not None:
+                with_default[parameter] = schema["default"]
+        return with_default
+    return {}
+
+
+def _stated(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without nulls, and with the defaults of those that are left out."""
+    stated = {name: value for name, value in arguments.items() if value is not None}
+    return {**defaults, **stated}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_close(logged: float, value: float) -> bool:
+    if isinstance(logged, int) and isinstance(value, int):
+        return logged == value  # Two identifiers may differ in the last of many digits.
+    try:
+        return math.isclose(logged, value, rel_tol=TOLERANCE) or (math.isnan(logged) and math.isnan(value))
+    except OverflowError:  # One is a whole number beyond what a float can be.
+        return False
