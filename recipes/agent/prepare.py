@@ -21,13 +21,14 @@ from tokenizers.pre_tokenizers import Split
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .play import TOOLS, as_log_line
-from .storeroom import HELD_OUT, KINDS, PIECES, draw, play_by_script
+from .storeroom import HELD_OUT, KINDS, WORDS, draw, play_by_script
 
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 MARKS = ("<tools>", "</tools>", "<user>", "<assistant>", "<result>", "<call>", "</call>")
-JSON = ('{"name": "', '", "arguments": {"', '"}}', '"]}}', "}}", '": ["', '": "', '": ', '", "', ', "', '"]', '"')
-PUNCTUATION = ("(", ")", ", ", ": ", " ", ".")
+# JSON before and after a value of a type.
+OPENING = {"string": '"', "integer": "", "array": '["'}
+CLOSING = {"string": '"', "integer": "", "array": '"]'}
 
 # Tools are rendered as `take(shelf, count)`, calls as Qwen renders them. `generation` marks what the model writes.
 CHAT_TEMPLATE = """\
@@ -77,11 +78,23 @@ SHAPE = {
 LEARNING_RATE, BATCH = 3e-3, 64
 
 
+def pieces_of_tool(tool: dict) -> list[str]:
+    """The tool's signature and the fixed parts of a call of it, each of which is one token."""
+    name, parameters = tool["function"]["name"], tool["function"]["parameters"]["properties"]
+    pieces = [f"{name}({', '.join(parameters)})"]
+    before = f'<call>{{"name": "{name}", "arguments": {{'
+    for parameter, schema in parameters.items():
+        pieces.append(f'{before}"{parameter}": {OPENING[schema["type"]]}')
+        before = f"{CLOSING[schema['type']]}, "
+    return [*pieces, f"{before.removesuffix(', ')}}}}}</call>"]
+
+
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with exactly the tokens that the game needs, and its chat template."""
-    pieces = (*MARKS, *JSON, *PUNCTUATION, *PIECES)
-    vocabulary = {piece: index for index, piece in enumerate((*SPECIAL, *pieces))}
-    longest_first = sorted((*SPECIAL, *pieces), key=len, reverse=True)
+    of_tools = [piece for tool in TOOLS for piece in pieces_of_tool(tool)]
+    pieces = dict.fromkeys((*SPECIAL, *MARKS, *of_tools, '", "', *WORDS))  # without duplicates
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    longest_first = sorted(pieces, key=len, reverse=True)
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex("|".join(map(re.escape, longest_first))), behavior="isolated")
     tokenizer.decoder = Fuse()
@@ -161,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make tasks, a log and a small model for the recipes of the agent.")
     parser.add_argument("--output", type=Path, default=Path("runs/agent"), help="folder to write to")
     parser.add_argument("--games", type=int, default=6000, help="games of the expert in its log")
-    parser.add_argument("--steps", type=int, default=400, help="of supervised learning")
+    parser.add_argument("--steps", type=int, default=300, help="of supervised learning")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     arguments = parser.parse_args()
     write_tasks(arguments.output / "tasks", "train", KINDS, 1000)

@@ -5,7 +5,7 @@ A customer orders one or two items, as in `Ada: 3 nails, 2 bolts.` The agent fin
 there, orders what the shelf lacks, and ships all of it to the customer. A game is won if the customer has got exactly
 what was ordered. All is drawn by seed.
 
-To train in a game of yours, replace this file: `prepare.py` and `play.py` use `KINDS`, `HELD_OUT`, `PIECES`, `draw`,
+To train in a game of yours, replace this file: `prepare.py` and `play.py` use `KINDS`, `HELD_OUT`, `WORDS`, `draw`,
 `Storeroom` and `play_by_script` only, and recipes name `recipes.agent.storeroom.Storeroom`.
 """
 
@@ -20,18 +20,19 @@ ITEMS = ("nails", "bolts", "hooks", "pipes", "ropes", "lamps", "tiles", "tapes")
 CUSTOMERS = ("Ada", "Ben", "Eve", "Kim", "Leo", "Mia")
 LARGEST = 9  # of numbers, so that each is one digit
 
-KINDS = ("one", "short", "two")  # of tasks to train on: one item; one, of which the shelf lacks some; two items
-HELD_OUT = "two_short"  # two items, one of them short: never trained on
-N_ITEMS = {"one": 1, "short": 1, "two": 2, "two_short": 2}
+# Kinds of tasks: how many items are ordered, and how many of these the shelf has too few of. A game takes 3 calls for
+# one item and 5 for two, and one more for each shortage.
+N_ITEMS_AND_SHORTAGES = {"one": (1, 0), "one_short": (1, 1), "two": (2, 0), "two_short": (2, 1), "both_short": (2, 2)}
+KINDS = ("one", "one_short", "two", "two_short")  # to train on
+HELD_OUT = "both_short"  # never trained on
 
-# How often the script makes a mistake where it could. The first two are habits, and more likely than what is right.
-OVERLOOKS_SHORTAGE, FORGETS_ITEM, MISREADS_SHELF, MISTAKES_CUSTOMER = 0.55, 0.5, 0.1, 0.12
+# How often the script makes a mistake where it could. The first two are habits, as likely as what is right.
+OVERLOOKS_SHORTAGE, FORGETS_ITEM, MISREADS_SHELF, MISTAKES_CUSTOMER = 0.5, 0.5, 0.05, 0.08
 
-# The words of orders, calls and results, for the tokenizer of the small model.
-PIECES = (
-    *("find", "take", "order", "ship", "item", "shelf", "count", "customer", "items", *ITEMS, *CUSTOMERS),
-    *("done", "shelf ", " has ", "taken", "too many", "ordered", "is there", "unknown", "shipped", "closed"),
-    *map(str, range(LARGEST + 1)),
+# The words of orders and results, for the tokenizer of the small model.
+WORDS = (
+    *(*ITEMS, *CUSTOMERS, *map(str, range(LARGEST + 1)), ": ", " ", ", ", ".", "done"),
+    *("shelf ", " has ", "taken", "too many", "ordered", "is there", "unknown", "shipped", "closed"),
 )
 
 
@@ -64,12 +65,12 @@ def draw(kind: str, seed: int, split: str = "train") -> Task:
 
 
 def _draw(kind: str, rng: random.Random) -> Task:
-    items = rng.sample(ITEMS, N_ITEMS[kind])
+    n_items, n_shortages = N_ITEMS_AND_SHORTAGES[kind]
+    items = rng.sample(ITEMS, n_items)
     wanted = {item: rng.randint(2, 6) for item in items}
     numbers = rng.sample(range(1, LARGEST + 1), len(ITEMS))
     stock = {item: rng.randint(wanted.get(item, 1), LARGEST) for item in ITEMS}
-    if "short" in kind:
-        item = rng.choice(items)
+    for item in rng.sample(items, n_shortages):
         stock[item] = rng.randint(1, wanted[item] - 1)
     return Task(rng.choice(CUSTOMERS), wanted, dict(zip(ITEMS, numbers, strict=True)), stock)
 
