@@ -194,7 +194,8 @@ CASES = [(name, form) for name, forms in FORMS.items() for form in forms]
 def test_values_of_another_form_are_a_sentence(run, capsys, name, changes):
     change_json(run / name, changes)
     assert status_of("report", run) == 2
-    assert f"In {str(run)!r}, settings.json, summary.json, completions.jsonl or the log is not as" in capsys.readouterr().err
+    files = "settings.json, summary.json, completions.jsonl or the log"
+    assert f"In {str(run)!r}, {files} is not as" in capsys.readouterr().err
     assert status_of("several", run) in (0, 2)
 
 
