@@ -10,11 +10,11 @@ from opo_trl.batch import Batch, concatenate, resize, take
 from opo_trl.trl import KNOWN_KEYS
 
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def test_the_table_of_the_page_has_every_entry_of_a_batch():
-    page = PAGE.read_text(encoding="utf-8")
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     _, section = page.split("## Entries of a batch")
     table, _, _ = section.partition("\n## ")
     names = []
@@ -51,7 +51,8 @@ def test_entries_of_a_users_own_travel_with_their_completions():
     assert batch["tensor"].tolist() == [4, 1]
     assert batch["list"] == ["4", "1"]
     assert batch["completion_ids"].tolist() == [[4, 4, 4], [1, 1, 0]]
-    assert torch.equal(batch["table"].squeeze(2), batch["completion_ids"])
+    table = batch["table"].squeeze(2)
+    assert torch.equal(table, batch["completion_ids"])
 
 
 def test_tables_of_a_users_own_are_as_wide_as_the_completions():

@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,18 +52,20 @@ def tensors(value: Any) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        yield from tensors([*value.values()])
+        yield from tensors(list(value.values()))
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors(one)
+        for element in value:
+            yield from tensors(element)
 
 
 def to_host(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: to_host(one) for name, one in value.items()}
+        return {name: to_host(element) for name, element in value.items()}
     if isinstance(value, list):
-        return [to_host(one) for one in value]
-    return value.cpu() if isinstance(value, Tensor) else value
+        return [to_host(element) for element in value]
+    if isinstance(value, Tensor):
+        return value.cpu()
+    return value
 
 
 def bits(value: Tensor) -> Tensor:
@@ -83,7 +86,11 @@ class HalfDead(Script):
 
     def reward_functions(self) -> list[Callable]:
         def reward(prompts: list[str], row: list[int], **columns: Any) -> list[float]:
-            return [1.0 if prompt in PROMPTS[::2] else float(i % 2) for prompt, i in zip(prompts, row, strict=True)]
+            rewards = []
+            for prompt, i in zip(prompts, row, strict=True):
+                is_dead = prompt in PROMPTS[::2]
+                rewards.append(1.0 if is_dead else float(i % 2))
+            return rewards
 
         return [reward]
 
@@ -93,18 +100,19 @@ class WithHostEntry(RecordingOPO):
 
     def _generate_and_score_completions(self, inputs):
         rollout = super()._generate_and_score_completions(inputs)
-        return {**rollout, "difficulty": torch.arange(len(rollout["advantages"]))}
+        completions = len(rollout["advantages"])
+        return {**rollout, "difficulty": torch.arange(completions)}
 
 
 class WithDtypes(RecordingOPO):
-    """Keeps the dtypes of the linear layers' outputs in training, in `dtypes`."""
+    """Records the dtypes of the linear layers' outputs in training, in `dtypes`."""
 
     def training_step(self, model, *arguments, **named):
         if not hasattr(self, "dtypes"):
             self.dtypes = set()
             for layer in self.model.modules():
                 if isinstance(layer, torch.nn.Linear):
-                    layer.register_forward_hook(lambda layer, given, output: self.dtypes.add(output.dtype))
+                    layer.register_forward_hook(lambda layer, inputs, output: self.dtypes.add(output.dtype))
         return super().training_step(model, *arguments, **named)
 
 
@@ -123,23 +131,30 @@ def on_device(*arguments: Any, resume: str | None = None, **options: Any) -> Rec
 
 def check(trainer: Trainer) -> None:
     """What holds after any run: everything is on this process's device, and all processes have the same weights."""
-    args, reference = trainer.args, getattr(trainer, "ref_model", None)
+    args = trainer.args
     assert args.device == torch.device("cuda", trainer.accelerator.local_process_index)
-    held: dict[str, Any] = {
-        "weights": list(trainer.model.parameters()),
-        "moments": [each for each in tensors([*trainer.optimizer.state.values()]) if each.ndim],
-        "reference": list(reference.parameters()) if reference else [],
+    weights = list(trainer.model.parameters())
+    reference = getattr(trainer, "ref_model", None)
+    reference_weights = list(reference.parameters()) if reference else []
+    optimizer_state = tensors(list(trainer.optimizer.state.values()))
+    parts: dict[str, Any] = {
+        "weights": weights,
+        "moments": [tensor for tensor in optimizer_state if tensor.ndim],  # a count of steps may be on the host
+        "reference": reference_weights,
     }
     if isinstance(trainer, OPOTrainer):
-        held |= {"replay": [*trainer._replay.rollouts], "parts of the rollout": trainer._cut_pass}
-    for name, value in held.items():
-        elsewhere = {str(each.device) for each in tensors(value)} - {str(args.device)}
+        parts["replay"] = list(trainer._replay.rollouts)
+        parts["parts of the rollout"] = trainer._cut_pass
+    for name, value in parts.items():
+        elsewhere = {str(tensor.device) for tensor in tensors(value)} - {str(args.device)}
         assert not elsewhere, f"{name} on {elsewhere}"
     assert trainer.state.global_step == args.max_steps
-    assert all(weight.isfinite().all() for weight in held["weights"])
+    for weight in weights:
+        assert weight.isfinite().all()
     for name in ("weights", "reference"):
-        for of_others in gather_object([to_host(held[name])]):
-            assert same_bits(of_others, to_host(held[name])), f"the processes have different {name}"
+        of_this_process = to_host(parts[name])
+        for of_process in gather_object([of_this_process]):
+            assert same_bits(of_process, of_this_process), f"the processes have different {name}"
 
 
 def alone() -> bool:
@@ -176,40 +191,67 @@ def assert_same_as_on_the_host(
         model, folder / "host", script=script(), use_cpu=True, per_device_train_batch_size=rows, **options
     )
     host.train()
-    assert (host.accelerator.device.type, host.accelerator.num_processes) == ("cpu", 1)
+    assert host.accelerator.device.type == "cpu"
+    assert host.accelerator.num_processes == 1
     precision = ("bf16", {torch.bfloat16}) if options.get("bf16") else ("no", {torch.float32})
-    for each in (trainer, host):
-        assert (each.accelerator.mixed_precision, each.dtypes) == precision
-    for number, (one, other) in enumerate(zip(trainer.steps, host.steps, strict=True)):
-        assert_close(one.gradient, other.gradient, tolerance, f"gradient of step {number}")
-    moved = distance(host.initial, snapshot(host.model))
-    assert distance(snapshot(trainer.model), snapshot(host.model)) <= tolerance * moved
-    for one, other in zip(logged(trainer), logged(host), strict=True):
-        one, other = (
-            {name: math.nan if value is None else value for name, value in without_times(entry).items()}
-            for entry in (one, other)
-        )
-        near = {"rel": tolerance_of_log, "abs": tolerance_of_log / 5, "nan_ok": True}
-        close = {name: pytest.approx(value, **near) for name, value in other.items()}
-        assert one == close, {name: (one.get(name), other.get(name)) for name in close if one.get(name) != close[name]}
+    assert precision_of(trainer) == precision_of(host) == precision
+    for number, (step, of_host) in enumerate(zip(trainer.steps, host.steps, strict=True)):
+        assert_close(step.gradient, of_host.gradient, tolerance, f"gradient of step {number}")
+    weights_of_host = snapshot(host.model)
+    change_in_training = distance(host.initial, weights_of_host)
+    assert distance(snapshot(trainer.model), weights_of_host) <= tolerance * change_in_training
+    for entry, of_host in zip(logged(trainer), logged(host), strict=True):
+        assert_close_entries(entry, of_host, tolerance_of_log)
+
+
+def precision_of(trainer: WithDtypes) -> tuple[str, set[torch.dtype]]:
+    return trainer.accelerator.mixed_precision, trainer.dtypes
+
+
+def metrics_of(entry: dict) -> dict[str, float]:
+    """A log entry without times, where NaN stands for `None`."""
+    return {name: math.nan if value is None else value for name, value in without_times(entry).items()}
+
+
+def assert_close_entries(entry: dict, expected: dict, tolerance: float) -> None:
+    metrics = metrics_of(entry)
+    expected_metrics = metrics_of(expected)
+    assert metrics.keys() == expected_metrics.keys()
+    different = {}
+    for name, value in expected_metrics.items():
+        if metrics[name] != pytest.approx(value, rel=tolerance, abs=tolerance / 5, nan_ok=True):
+            different[name] = (metrics[name], value)
+    assert not different
 
 
 def assert_close(gradient: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, name: str) -> None:
-    error, size = distance(gradient, expected), norm(expected)
+    error = distance(gradient, expected)
+    size = norm(expected)
     assert size > 1e-3, f"{name} is zero: the comparison would prove nothing"
     assert error <= tolerance * size, f"{name}: {error / size:.1e}"
+
+
+def rewards_of(rollout: SimpleNamespace) -> list[list[float | None]]:
+    """By row and function; `None` where a function could not score."""
+    rewards = []
+    for of_row in rollout.rewards_per_func.tolist():
+        rewards.append([None if math.isnan(reward) else reward for reward in of_row])
+    return rewards
 
 
 def assert_follows_the_definition(trainer: Recording) -> None:
     """Every gradient of a run on generated completions, over all processes, in float64 on the host."""
     script = Script()
     for rollout in trainer.rollouts:
-        rewards = [[None if r != r else r for r in row] for row in rollout.rewards_per_func.tolist()]
-        script.calls.append(gather_object(Script.observed(rollout, rewards)))
+        observed = Script.observed(rollout, rewards_of(rollout))
+        script.calls.append(gather_object(observed))
     for step in trainer.steps:
-        members = [(int(k), int(i)) for b in step.batches for k, i in zip(b["rollout"], b["row"], strict=True)]
-        rollouts, rows = zip(*gather_object(members), strict=True)
-        step.batches = [{"rollout": rollouts, "row": rows}]
+        rollouts = []
+        rows = []
+        for batch in step.batches:
+            rollouts += batch["rollout"].tolist()
+            rows += batch["row"].tolist()
+        step.batches = [{"rollout": gather_object(rollouts), "row": gather_object(rows)}]
     reference = Reference(trainer, script)
     for number, step in enumerate(trainer.steps):
         assert_close(step.gradient, reference.step(number).gradient, EXACT, f"gradient of step {number}")
@@ -233,22 +275,36 @@ def assert_resumes_bitwise(model: str, folder: Path, *, at: int, arguments: dict
     """A run from the checkpoint of step `at` ends as the uninterrupted one does, to the bit; `arguments` as new."""
     options = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "learning_rate": 1e-3, **options}
     options |= {"save_strategy": "steps", "save_steps": at}
-    ends = []
-    for resume in (None, str(folder / f"checkpoint-{at}")):
-        trainer = on_device(model, folder, resume=resume, **arguments, **options)
-        assert len(trainer.steps) == trainer.args.max_steps - (at if resume else 0)
-        held = {"weights": snapshot(trainer.model), "optimizer": trainer.optimizer.state_dict()}
-        held["reference"] = snapshot(trainer.ref_model) if trainer.ref_model else None
-        held |= {"replay": trainer._replay.state_dict(), "rest of the rollout": trainer._cut_pass}
-        for rows in [*held["replay"]["rollouts"], *(trainer._cut_pass or ())]:
-            for part in rows if isinstance(rows, list) else [rows]:
-                part.pop("rollout")  # which `Recording` counts from the beginning of a call
-        held |= {"random state": torch.get_rng_state(), "that of the device": torch.cuda.get_rng_state()}
-        log = [without_times(entry) for entry in logged(trainer)]
-        held["log"] = torch.tensor(list(json.dumps(log, sort_keys=True).encode()))
-        ends.append(to_host(held))
-    different = [name for name, value in ends[0].items() if not same_bits(value, ends[1][name])]
+    whole = on_device(model, folder, **arguments, **options)
+    assert len(whole.steps) == whole.args.max_steps
+    expected = end_of_run(whole)
+    checkpoint = str(folder / f"checkpoint-{at}")
+    resumed = on_device(model, folder, resume=checkpoint, **arguments, **options)
+    assert len(resumed.steps) == resumed.args.max_steps - at
+    end = end_of_run(resumed)
+    different = [name for name, value in expected.items() if not same_bits(value, end[name])]
     assert not different, different
+
+
+def end_of_run(trainer: Recording) -> dict[str, Any]:
+    """All that a resumed run must have as the uninterrupted one, on the host; the log as bytes."""
+    replay = trainer._replay.state_dict()
+    for rows in (*replay["rollouts"], *(trainer._cut_pass or ())):
+        for part in rows if isinstance(rows, list) else [rows]:
+            part.pop("rollout")  # which `Recording` counts from the beginning of a call
+    log = [without_times(entry) for entry in logged(trainer)]
+    text = json.dumps(log, sort_keys=True)
+    end = {
+        "weights": snapshot(trainer.model),
+        "optimizer": trainer.optimizer.state_dict(),
+        "reference": snapshot(trainer.ref_model) if trainer.ref_model else None,
+        "replay": replay,
+        "rest of the rollout": trainer._cut_pass,
+        "random state": torch.get_rng_state(),
+        "that of the device": torch.cuda.get_rng_state(),
+        "log": torch.tensor(list(text.encode())),
+    }
+    return to_host(end)
 
 
 # The command
@@ -259,17 +315,30 @@ SHORT = {"max_steps": 4, "save_steps": 2, "validation_steps": 2, "validation_siz
 def shortened(folder: Path, recipe: str, **changes: Any) -> list[str]:
     """Arguments of a short run of an embedded recipe on a device."""
     fields = {**SHORT, "use_cpu": "false", "output_dir": folder, **changes}
-    words = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    return ["--config", str(RECIPES / "arithmetic" / f"{recipe}.yaml"), *words]
+    arguments = ["--config", str(RECIPES / "arithmetic" / f"{recipe}.yaml")]
+    for name, value in fields.items():
+        arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 def assert_complete(run: Path, *, steps: int, devices: int) -> None:
     """A run's folder holds its log, both accuracies, the report and the model."""
-    log, summary = read_lines(run / "log.jsonl"), read_json(run / "summary.json")
-    assert read_json(run / "environment.json")["devices"] == ["NVIDIA Fake"] * devices
-    assert [line["step"] for line in log if "grad_norm" in line] == list(range(1, steps + 1))
-    assert [line["step"] for line in log if "validation/accuracy" in line] == list(range(0, steps + 1, 2))
-    cells = [cell for time in ("before", "after") for level in summary[time].values() for cell in level.values()]
-    assert [cell["scored"] for cell in cells] == [12] * 8
-    assert f"Finished: {steps} optimizer steps" in (run / "report.html").read_text()
-    assert AutoModelForCausalLM.from_pretrained(run).device.type == "cpu"
+    environment = read_json(run / "environment.json")
+    assert environment["devices"] == ["NVIDIA Fake"] * devices
+    log = read_lines(run / "log.jsonl")
+    assert steps_with(log, "grad_norm") == list(range(1, steps + 1))
+    assert steps_with(log, "validation/accuracy") == list(range(0, steps + 1, 2))
+    summary = read_json(run / "summary.json")
+    scored = []
+    for time in ("before", "after"):
+        for level in summary[time].values():
+            scored += [accuracy["scored"] for accuracy in level.values()]
+    assert scored == [12] * 8
+    report = (run / "report.html").read_text()
+    assert f"Finished: {steps} optimizer steps" in report
+    model = AutoModelForCausalLM.from_pretrained(run)
+    assert model.device.type == "cpu"
+
+
+def steps_with(log: list[dict], metric: str) -> list[int]:
+    return [entry["step"] for entry in log if metric in entry]

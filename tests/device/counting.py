@@ -14,7 +14,9 @@ from trl import GRPOConfig, GRPOTrainer
 from opo_trl import OPOConfig, OPOTrainer
 
 
-WARM, COUNTED = 2, 2  # optimizer steps
+# Optimizer steps: first those that are not counted.
+WARM = 2
+COUNTED = 2
 WAITS = [(owner, "synchronize") for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream)]
 GATHERS = [(torch.distributed, name) for name in ("all_gather", "all_gather_into_tensor", "all_gather_object")]
 
@@ -33,11 +35,14 @@ def waits(operation, args: tuple, kwargs: dict) -> bool:
     if operation is aten._local_scalar_dense or operation in VALUES_DECIDE_SHAPE:
         return on_device(args[0])
     if operation is aten._to_copy:
-        to = kwargs.get("device")
-        return to is not None and not kwargs.get("non_blocking") and on_device(args[0]) != (to.type == "cuda")
+        target = kwargs.get("device")
+        if target is None or kwargs.get("non_blocking"):
+            return False
+        return on_device(args[0]) != (target.type == "cuda")
     if operation is aten.copy_:
-        blocks = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        return blocks and on_device(args[0]) != on_device(args[1])
+        target, source, *others = args
+        non_blocking = others[0] if others else kwargs.get("non_blocking")
+        return not non_blocking and on_device(target) != on_device(source)
     if operation in INDEXING and on_device(args[0]):
         indices = [index for index in args[1] if index is not None]
         return any(index.dtype in (torch.bool, torch.uint8) or not index.is_cuda for index in indices)
@@ -49,14 +54,20 @@ class Counting(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found, self.on, self.generates = Counter(), False, False
+        self.counts = Counter()
+        self.on = False
+        self.generates = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.add("waits", waits(function.overloadpacket, args, kwargs or {}))
-        return function(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        if waits(function.overloadpacket, args, kwargs):
+            self.add("waits")
+        return function(*args, **kwargs)
 
-    def add(self, name: str, number: int = 1) -> None:
-        self.found[name] += self.on and number and not (name == "waits" and self.generates)
+    def add(self, name: str) -> None:
+        in_generation = name == "waits" and self.generates
+        if self.on and not in_generation:
+            self.counts[name] += 1
 
     def counted(self, function, name: str):
         def call(*args, **kwargs):
@@ -96,25 +107,29 @@ def count(trainer_class: type[GRPOTrainer], model: str, folder: Path, **options)
         "max_steps": WARM + COUNTED,
         **options,
     }
+    config_class = OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig
+    prompts = [f"What is {i}+{i}?" for i in range(16)]
     trainer = Counted(
         model=model,
-        args=(OPOConfig if issubclass(trainer_class, OPOTrainer) else GRPOConfig)(**settings),
-        train_dataset=Dataset.from_dict({"prompt": [f"What is {i}+{i}?" for i in range(16)]}),
+        args=config_class(**settings),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         reward_funcs=even_tokens,
     )
     trainer.add_callback(FromStep(counting))
-    calls = [(owner, name, "waits") for owner, name in WAITS] + [(owner, name, "gathers") for owner, name in GATHERS]
     with counting, pytest.MonkeyPatch.context() as patch:
-        for owner, name, kind in calls:
-            patch.setattr(owner, name, counting.counted(getattr(owner, name), kind))
+        for kind, functions in {"waits": WAITS, "gathers": GATHERS}.items():
+            for owner, name in functions:
+                function = getattr(owner, name)
+                patch.setattr(owner, name, counting.counted(function, kind))
         trainer.train()
-    assert bool(counting.found["gathers"]) == torch.distributed.is_initialized()
-    return {name: n / COUNTED for name, n in counting.found.items()}
+    assert (counting.counts["gathers"] > 0) == torch.distributed.is_initialized()
+    return {kind: counting.counts[kind] / COUNTED for kind in ("waits", "gathers")}
 
 
 def assert_no_more_than_grpo(model: str, folder: Path, *, num_iterations: int, **replay: int) -> None:
     """Neither waits nor gathers; GRPOTrainer has no replay."""
-    own = count(OPOTrainer, model, folder, num_iterations=num_iterations, **replay)
-    grpo = count(GRPOTrainer, model, folder, num_iterations=num_iterations)
-    assert grpo["waits"] > 20  # the count sees something
-    assert all(number <= grpo[kind] for kind, number in own.items()), (own, grpo)
+    of_opo = count(OPOTrainer, model, folder, num_iterations=num_iterations, **replay)
+    of_grpo = count(GRPOTrainer, model, folder, num_iterations=num_iterations)
+    assert of_grpo["waits"] > 20  # the count sees something
+    for kind, number in of_opo.items():
+        assert number <= of_grpo[kind], (of_opo, of_grpo)

@@ -38,8 +38,10 @@ pytestmark = pytest.mark.device(processes=1)
 def weigh(rollout, trainer):
     """Add a sampler's log-probabilities and ratios, as vLLM's are, on the host."""
     mask = rollout["completion_mask"]
-    rollout["importance_sampling_ratio"] = torch.linspace(0, 3, len(mask))[:, None].expand(mask.shape)
-    rollout["sampling_per_token_logps"] = (trainer._policy_logps(rollout)[0] + 0.3).cpu()
+    ratios = torch.linspace(0, 3, len(mask)).unsqueeze(1)
+    logps, _ = trainer._policy_logps(rollout)
+    rollout["importance_sampling_ratio"] = ratios.expand(mask.shape)
+    rollout["sampling_per_token_logps"] = (logps + 0.3).cpu()
 
 
 RUNS = {
@@ -103,9 +105,12 @@ class Evaluating(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **named):
-        found = [evaluate(self.trainer, NUMBERS.select(range(5)), seed=1).samples for _ in range(2)]
-        assert found[0] == found[1]
-        assert evaluate(self.trainer, NUMBERS, decoding="greedy").scored == len(NUMBERS)
+        few = NUMBERS.select(range(5))
+        first = evaluate(self.trainer, few, seed=1)
+        second = evaluate(self.trainer, few, seed=1)
+        assert first.samples == second.samples
+        greedy = evaluate(self.trainer, NUMBERS, decoding="greedy")
+        assert greedy.scored == len(NUMBERS)
 
 
 def test_evaluations_do_not_touch_training(tiny_model, tmp_path):
@@ -115,7 +120,8 @@ def test_evaluations_do_not_touch_training(tiny_model, tmp_path):
         if evaluates:
             trainer.add_callback(Evaluating(trainer))
         trainer.train()
-        states.append(to_host([trainer.model.state_dict(), torch.cuda.get_rng_state(), torch.get_rng_state()]))
+        state = [trainer.model.state_dict(), torch.cuda.get_rng_state(), torch.get_rng_state()]
+        states.append(to_host(state))
         check(trainer)
     assert same_bits(*states)
 
@@ -140,9 +146,9 @@ def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
 
 
 def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
-    given = shortened(tmp_path / "run", "opo")
-    assert main(given) == 0
-    assert main([*given, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
+    arguments = shortened(tmp_path / "run", "opo")
+    assert main(arguments) == 0
+    assert main([*arguments, "--max_steps", "5", "--resume_from_checkpoint", "last"]) == 0
     assert_complete(tmp_path / "run", steps=5, devices=1)
 
 

@@ -101,8 +101,8 @@ def succeed(arguments: list[str]) -> None:
 
 @pytest.mark.device  # which starts its processes itself, as `accelerate launch` does for each command
 def test_recipe_is_trained_evaluated_and_reported(tmp_path, library):
-    given = shortened(tmp_path / "run", "opo")
-    call(succeed, given, processes=2, devices=2, library=library, folder=tmp_path)
+    arguments = shortened(tmp_path / "run", "opo")
+    call(succeed, arguments, processes=2, devices=2, library=library, folder=tmp_path)
     assert_complete(tmp_path / "run", steps=4, devices=2)
 
 

@@ -1,7 +1,6 @@
 """The memory formula against measurements, recorded and made here, and published figures; the plan's line."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import QWEN3_1_7B
+from opo_trl.checks.files import read_json
 from opo_trl.forecast import memory, plan
 from opo_trl.forecast.memory import Run, memory_plan
 from opo_trl.updates import shared_prompts
 
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-RECORDED = json.loads((RESULTS / "memory.json").read_text())
-ON_GPU = json.loads((RESULTS / "gpu" / "memory.json").read_text())["cases"]
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+RECORDED = read_json(BENCHMARKS / "results" / "memory.json")
+ON_GPU = read_json(BENCHMARKS / "results" / "gpu" / "memory.json")["cases"]
 
 PARAMETERS = 1720574976  # of Qwen3-1.7B
 # Inputs and outputs of a layer's matrices: of q, k, v, o, gate, up and down.
@@ -107,7 +107,9 @@ def test_peaks_of_a_gpu(name: str):
     ],
 )
 def test_what_each_of_two_processes_holds(name: str, options: dict[str, Any]):
-    n = RECORDED["ranks"]["DDP"]["update"]["weights"][1] // 2  # in bfloat16
+    under_ddp = RECORDED["ranks"]["DDP"]
+    _, bytes_of_weights = under_ddp["update"]["weights"]
+    n = bytes_of_weights // 2  # in bfloat16
     shape = shape_of(vocab_size=4096, hidden_size=512, num_hidden_layers=4, intermediate_size=1024, head_dim=64)
     run = Run(shape, n, n, n * options.get("trained_width", 2), processes=2, **options)
     moments = memory_plan(run)

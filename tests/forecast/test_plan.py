@@ -62,11 +62,13 @@ def test_recorded_rollouts_are_counted_as_they_are(tiny_model, tmp_path):
     """Not by the longest completion that could be generated."""
     texts = ["2", "2", "22", "22", "3", "3", "4", "4" * 30]
     rows = [{"prompt": "1+1=", "completion": text, "reward": 1.0} for text in texts]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(lines))
     trainer = make_trainer(
         tiny_model,
         tmp_path,
-        rollouts=str(tmp_path / "rows.jsonl"),
+        rollouts=str(file),
         rollouts_model=tiny_model,
         max_completion_length=400,
         steps_per_generation=2,
@@ -74,7 +76,8 @@ def test_recorded_rollouts_are_counted_as_they_are(tiny_model, tmp_path):
     )
     assert plan._longest_tokens(trainer) == (4, 31)  # with the token that ends a turn
     assert "× (4 + 31) tokens" in trainer.plan
-    assert "400" not in trainer.plan
+    without_paths = trainer.plan.replace(str(tmp_path), "")
+    assert "400" not in without_paths
     assert "rows.jsonl, with rewards\n" in trainer.plan
     assert "KV cache" not in plan.memory_plan(trainer)["generation"]
 
@@ -87,14 +90,15 @@ def test_images_are_counted_with_their_prompts(tmp_path, caplog, column):
     model, processor = vision_model()
     args = OPOConfig(str(tmp_path), **SMALL, num_generations=2, max_completion_length=3, max_steps=1)
     trainer = OPOTrainer(model, reward, args, Dataset.from_list(rows), processing_class=processor)
-    generate, widths = trainer._generate, []
+    generate = trainer._generate
+    widths = []
 
-    def counting(*inputs):
-        generated = generate(*inputs)
-        widths.extend(map(len, generated[0]))
-        return generated
+    def generate_and_measure(*inputs):
+        prompts, *others = generate(*inputs)
+        widths.extend(map(len, prompts))
+        return prompts, *others
 
-    trainer._generate = counting
+    trainer._generate = generate_and_measure
     trainer.evaluate(trainer.train_dataset)
     with caplog.at_level(logging.WARNING, "opo_trl"):
         assert f"× ({max(widths)} + 3) tokens" in trainer.plan
@@ -113,7 +117,8 @@ def test_plan_is_made_again_only_for_another_training(tiny_model, tmp_path, caps
     text = trainer.plan
     trainer.train()
     assert capsys.readouterr().out.count(text) == 1
-    trainer.args.max_steps, trainer.args.mu = 2, 0.7
+    trainer.args.max_steps = 2
+    trainer.args.mu = 0.7
     trainer.train()
     assert "mu = 0.7" in capsys.readouterr().out
 
@@ -131,7 +136,8 @@ def test_plan_is_made_again_only_for_another_training(tiny_model, tmp_path, caps
 )
 def test_plan_says_what_is_trained(tiny_model, tmp_path, options, said):
     trainer = make_trainer(tiny_model, tmp_path, **options)
-    assert all(text in trainer.plan for text in said), trainer.plan
+    for text in said:
+        assert text in trainer.plan, trainer.plan
 
 
 @pytest.mark.parametrize(
@@ -149,8 +155,9 @@ def test_plan_says_that_a_cut_off_biases_the_correction(options, fields, tiny_mo
     trainer = make_trainer(tiny_model, tmp_path, **options)
     trainer.args.use_vllm = options.get("use_vllm", True)  # there is none here
     lines = [line.strip() for line in trainer.plan.splitlines()]
-    said = [line for line in lines if line.startswith("sampling ")]
-    assert len(said) == (fields is not None)
-    assert all(
-        line.startswith(f"sampling   {fields} with vLLM's correction: a completion's weight is") for line in said
-    )
+    of_sampling = [line for line in lines if line.startswith("sampling ")]
+    if fields is None:
+        assert of_sampling == []
+    else:
+        (line,) = of_sampling
+        assert line.startswith(f"sampling   {fields} with vLLM's correction: a completion's weight is")

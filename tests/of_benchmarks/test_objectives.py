@@ -27,7 +27,7 @@ def test_force_is_weight_times_push_less_pull_back(weight, pull_back, moved, tar
     weights = {"one": 1.0, "bounded": bounded, "tapered": tapered}
     pull_backs = {"none": 0.0, "log": MU * moved, "chi2": MU * (bounded - 1)}
     expected = weights[weight] * (MU * target - pull_backs[pull_back])
-    computed = force(CELLS[f"escort-{weight}-{pull_back}"], moved=moved, target=target, mu=MU)
+    computed = force(CELLS[f"escort-{weight}-{pull_back}"], log_ratio=moved, target=target, mu=MU)
     assert computed == pytest.approx(expected, abs=1e-12)
 
 
@@ -80,5 +80,5 @@ def test_default_of_the_configuration_is_what_the_second_rule_chooses():
     place = design.FORMS.index(design.PAPER)
     for simpler in design.FORMS[:place]:
         assert report.beats_today(simpler, recorded) <= wins
-    force_of_paper = force(CELLS[design.PAPER], moved=1.5, target=2.0)
-    assert force(OPO, moved=1.5, target=2.0) == pytest.approx(force_of_paper)
+    force_of_paper = force(CELLS[design.PAPER], log_ratio=1.5, target=2.0)
+    assert force(OPO, log_ratio=1.5, target=2.0) == pytest.approx(force_of_paper)

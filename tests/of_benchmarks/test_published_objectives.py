@@ -65,9 +65,9 @@ def test_advantages_of_dr_grpo_are_not_divided():
     assert targets.target.tolist() == [0.75, -0.25, -0.25, -0.25, 0.25, 0.25, 0.25, -0.75]
 
 
-def force(objective_class, *, moved: float, target: float, mu: float = 0.3) -> float:
+def force(objective_class, *, log_ratio: float, target: float, mu: float = 0.3) -> float:
     """Minus the derivative of the loss of a completion of two tokens by its log-ratio, at a log-ratio."""
-    logps = torch.full((1, 2), moved / 2, dtype=torch.float64, requires_grad=True)
+    logps = torch.full((1, 2), log_ratio / 2, dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
     samples = {
         "logps": logps,
@@ -106,7 +106,7 @@ def test_force_on_the_log_ratio_is_that_of_the_formula(moved, target):
         published.DRPO: with_quadratic_pull_back(token_ratio, target),  # π_behaviour is 1
     }
     for objective_class, expected in forces.items():
-        computed = force(objective_class, moved=moved, target=target)
+        computed = force(objective_class, log_ratio=moved, target=target)
         assert computed == pytest.approx(expected, abs=1e-12), objective_class
 
 

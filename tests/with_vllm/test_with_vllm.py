@@ -2,13 +2,11 @@
 
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import yaml
+from helpers import RECIPES
 
-
-CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate" / "zero3.yaml"
 
 # Mean difference of log-probabilities: 0.005 was measured with vLLM's bfloat16, 0.6 to 1.2 with old weights.
 SAME = 0.02
@@ -25,7 +23,8 @@ def test_vllm_has_the_trained_weights(run, place):
 @pytest.mark.vllm
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed: pip install 'opo_trl[deepspeed]'")
 def test_vllm_next_to_four_processes_under_zero3(run, tmp_path):
-    config = yaml.safe_load(CONFIG.read_text())
+    text = (RECIPES / "accelerate" / "zero3.yaml").read_text()
+    config = yaml.safe_load(text)
     config["mixed_precision"] = "no"
     file = tmp_path / "zero3.yaml"
     file.write_text(yaml.safe_dump(config))
