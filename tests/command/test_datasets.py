@@ -12,21 +12,33 @@ from opo_trl.command.datasets import Data, load_data
 
 
 # A fifth of the problems twice, with different white space.
-ROWS = [{"question": f"{i} +{' ' * (i % 2)}1?", "answer": str(i + 1)} for i in range(100)]
-ROWS += [{**row, "question": row["question"].replace(" ", "  ")} for row in ROWS[:20]]
+ROWS = []
+for number in range(100):
+    space = "" if number % 2 == 0 else " "
+    ROWS.append({"question": f"{number} +{space}1?", "answer": str(number + 1)})
+for row in ROWS[:20]:
+    respaced = row["question"].replace(" ", "  ")
+    ROWS.append({**row, "question": respaced})
 
 
 def load(folder: Path, fields: dict, rows: list[dict] = ROWS, name: str = "some.jsonl") -> Data:
-    (folder / name).parent.mkdir(exist_ok=True)
-    (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    given = {"model_name_or_path": "x", "dataset_name": str(folder / name), "use_cpu": True, "bf16": False, **fields}
-    (folder / "recipe.yaml").write_text(json.dumps(given))
-    script, args, *_ = recipe.parse(["--config", str(folder / "recipe.yaml")])
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
+    lines = [f"{json.dumps(row)}\n" for row in rows]
+    file.write_text("".join(lines))
+    defaults = {"model_name_or_path": "x", "dataset_name": str(file), "use_cpu": True, "bf16": False}
+    written = folder / "recipe.yaml"
+    written.write_text(json.dumps(defaults | fields))
+    script, args, *_ = recipe.parse(["--config", str(written)])
     return load_data(script, args, make_tokenizer())
 
 
+def without_space(text: str) -> str:
+    return "".join(text.split())
+
+
 def texts(data: Dataset) -> set[str]:
-    return {"".join(str(prompt).split()) for prompt in data["prompt"]}
+    return {without_space(str(prompt)) for prompt in data["prompt"]}
 
 
 @pytest.mark.parametrize(
@@ -42,42 +54,53 @@ def texts(data: Dataset) -> set[str]:
 def test_a_part_of_one_file_is_held_out_without_problems_that_are_trained_on(tmp_path, fields, held_out):
     data = load(tmp_path, fields)
     assert len(data.training) == 120 - held_out
-    parts = [*data.report.values(), *filter(None, [data.validation, data.evaluation])]
+    measured = [*data.report.values(), data.validation, data.evaluation]
+    parts = [part for part in measured if part]
     for part in parts:
         assert held_out / 2 < len(part) < held_out
         assert not texts(part) & texts(data.training)
-    assert data.report.keys() == ({"all"} if "report_levels" not in fields else set())
-    said = f"; {held_out} of its 120 rows are held out (test_fraction: "
-    assert (said in data.plan) is bool(held_out)
+    levels = set() if "report_levels" in fields else {"all"}
+    assert data.report.keys() == levels
+    sentence = f"; {held_out} of its 120 rows are held out (test_fraction: "
+    assert (sentence in data.plan) is bool(held_out)
     if parts:
-        again, other = (load(tmp_path, {**fields, "subset_seed": seed}) for seed in (42, 7))
-        assert again.training.to_list() == data.training.to_list() != other.training.to_list()
+        rows = data.training.to_list()
+        same_seed = load(tmp_path, {**fields, "subset_seed": 42})
+        assert same_seed.training.to_list() == rows
+        other_seed = load(tmp_path, {**fields, "subset_seed": 7})
+        assert other_seed.training.to_list() != rows
 
 
 def test_a_folder_holds_out_only_if_asked(tmp_path, caplog):
-    data = load(tmp_path, {"dataset_name": str(tmp_path / "data")}, name="data/train.jsonl")
-    assert (len(data.training), data.report) == (120, {})
+    folder = str(tmp_path / "data")
+    unasked = load(tmp_path, {"dataset_name": folder}, name="data/train.jsonl")
+    assert len(unasked.training) == 120
+    assert unasked.report == {}
     assert "No accuracy is measured before and after training: dataset_name=" in caplog.text
     with pytest.raises(ValueError, match=r"without a file for split='test'"):
-        load(tmp_path, {"dataset_name": str(tmp_path / "data"), "validation_steps": 5}, name="data/train.jsonl")
-    fields = {"dataset_name": str(tmp_path / "data"), "test_fraction": 0.2}
-    data = load(tmp_path, fields, name="data/train.jsonl")
-    assert len(data.training) == 96
-    assert data.report["all"]
+        load(tmp_path, {"dataset_name": folder, "validation_steps": 5}, name="data/train.jsonl")
+    asked = load(tmp_path, {"dataset_name": folder, "test_fraction": 0.2}, name="data/train.jsonl")
+    assert len(asked.training) == 96
+    assert asked.report["all"]
 
 
 def test_levels_are_reported_one_by_one_and_nothing_without_answers(tmp_path):
     rows = [{**row, "level": f"L{i % 2}"} for i, row in enumerate(ROWS)]
-    assert load(tmp_path, {"levels": ["L1"]}, rows).report.keys() == {"L1"}
-    assert load(tmp_path, {"report_levels": ["all", "L0"]}, rows).report.keys() == {"all", "L0"}
-    data = load(tmp_path, {"reward_funcs": ["think_format_reward"]}, [{"prompt": row["question"]} for row in ROWS])
-    assert data.report == {}
-    assert data.plan.endswith("prompt_style: dataset; no column has answers")
+    of_one_level = load(tmp_path, {"levels": ["L1"]}, rows)
+    assert of_one_level.report.keys() == {"L1"}
+    of_all_levels = load(tmp_path, {"report_levels": ["all", "L0"]}, rows)
+    assert of_all_levels.report.keys() == {"all", "L0"}
+    questions = [{"prompt": row["question"]} for row in ROWS]
+    without_answers = load(tmp_path, {"reward_funcs": ["think_format_reward"]}, questions)
+    assert without_answers.report == {}
+    assert without_answers.plan.endswith("prompt_style: dataset; no column has answers")
 
 
 def test_one_problem_is_trained_on(tmp_path):
     rows = [ROWS[0]] * 8
-    assert (len(load(tmp_path, {}, rows).training), load(tmp_path, {}, rows).report) == (6, {})
+    data = load(tmp_path, {}, rows)
+    assert len(data.training) == 6
+    assert data.report == {}
     with pytest.raises(ValueError, match=r"of the held-out set are in the training set.*None is left"):
         load(tmp_path, {"validation_steps": 5}, rows)
 
@@ -97,16 +120,20 @@ def test_one_problem_is_trained_on(tmp_path):
     ],
 )
 def test_recipe_decides_what_is_asked(tmp_path, column, fields, asked):
-    assert load(tmp_path, fields, [{column: "1+1?", "solution": "2"}] * 2).training[0]["prompt"] == asked
+    rows = [{column: "1+1?", "solution": "2"}] * 2
+    data = load(tmp_path, fields, rows)
+    assert data.training["prompt"][0] == asked
 
 
 def test_prompts_that_do_not_ask_for_a_box_are_named_and_can_get_the_instruction(tmp_path, caplog):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
     rows = [{"prompt": messages, "solution": "2"}] * 2
-    assert load(tmp_path, {}, rows).training[0]["prompt"] == messages
+    unchanged = load(tmp_path, {}, rows)
+    assert unchanged.training["prompt"][0] == messages
     assert "`columns: {problem: prompt}` adds `instruction`" in caplog.text
     caplog.clear()
-    system, user = load(tmp_path, {"columns": {"problem": "prompt"}}, rows).training[0]["prompt"]
+    with_instruction = load(tmp_path, {"columns": {"problem": "prompt"}}, rows)
+    system, user = with_instruction.training["prompt"][0]
     assert system == messages[0]
     assert user["content"].startswith("1+1?\n\n")
     assert user["content"].endswith("\\boxed{}.")

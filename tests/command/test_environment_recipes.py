@@ -48,7 +48,11 @@ def add(a: int, b: int) -> int:
 
 
 def found_at_all(completions, **columns) -> list[float]:
-    return [float("right" in [message["content"] for message in turns]) for turns in completions]
+    rewards = []
+    for turns in completions:
+        contents = [message["content"] for message in turns]
+        rewards.append(float("right" in contents))
+    return rewards
 
 
 def make_game() -> Guessing:
@@ -58,7 +62,9 @@ def make_game() -> Guessing:
 @pytest.fixture
 def data(tmp_path) -> str:
     for split, first in (("train", 0), ("test", 100)):
-        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in games(first, 40)))
+        lines = [f"{json.dumps(row)}\n" for row in games(first, 40)]
+        file = tmp_path / f"{split}.jsonl"
+        file.write_text("".join(lines))
     return str(tmp_path)
 
 
@@ -67,9 +73,10 @@ def arguments(player, data, tmp_path):
     """Makes the command line of a recipe of the game, with other fields."""
 
     def make(recipe: dict = GAME, **fields) -> list[str]:
-        recipe = recipe | {"model_name_or_path": player, "dataset_name": data, "output_dir": str(tmp_path / "run")}
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | DEVICE_FIELDS | fields))
-        return ["--config", str(tmp_path / "recipe.yaml")]
+        places = {"model_name_or_path": player, "dataset_name": data, "output_dir": str(tmp_path / "run")}
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({**recipe, **places, **DEVICE_FIELDS, **fields}))
+        return ["--config", str(path)]
 
     return make
 
@@ -80,27 +87,39 @@ def named(name: str) -> str:
 
 def test_game_is_trained_from_its_recipe(arguments, tmp_path):
     assert main(arguments()) == 0
-    log = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
-    assert [line["opo/pass"] for line in log] == [1, 2, 1, 2]
-    assert log[0]["tools/call_frequency"] > 2
-    assert log[0]["reward"] == log[0]["rewards/Guessing/mean"]
-    summary = read_json(tmp_path / "run" / "summary.json")
+    run = tmp_path / "run"
+    log = read_lines(run / "log.jsonl")
+    steps = [entry for entry in log if "grad_norm" in entry]
+    assert [entry["opo/pass"] for entry in steps] == [1, 2, 1, 2]
+    first = steps[0]
+    assert first["tools/call_frequency"] > 2
+    assert first["reward"] == first["rewards/Guessing/mean"]
+    summary = read_json(run / "summary.json")
     for time in ("before", "after"):
-        assert summary[time]["all"]["sampled"]["scored"] == 12
-    kept = read_lines(tmp_path / "run" / "completions.jsonl")
-    calls = sum(bool(message.get("tool_calls")) for line in kept for message in line["completion"])
-    assert calls > len(kept) > 6
+        sampled = summary[time]["all"]["sampled"]
+        assert sampled["scored"] == 12
+    completions = read_lines(run / "completions.jsonl")
+    n_calls = 0
+    for line in completions:
+        calling = [message for message in line["completion"] if message.get("tool_calls")]
+        n_calls += len(calling)
+    assert n_calls > len(completions) > 6
 
 
 def test_functions_are_tools_and_a_factory_makes_environments(arguments):
-    fields = {"tools": [named("add")], "environment_factory": named("make_game")}
-    trainer = prepare(arguments(**fields, reward_funcs=[named("found_at_all")])).trainer
+    fields = {
+        "tools": [named("add")],
+        "environment_factory": named("make_game"),
+        "reward_funcs": [named("found_at_all")],
+    }
+    trainer = prepare(arguments(**fields)).trainer
     assert [tool.__name__ for tool in trainer.tools] == ["add", "guess"]
     assert trainer.reward_func_names == ["found_at_all", "Guessing"]
 
 
 def test_mistake_is_named_before_any_work_starts(arguments, tmp_path):
-    said = r"need conversations, but the prompts are text.*Set `prompt_style` to 'chat'"
-    with pytest.raises(ValueError, match=said):
+    message = r"need conversations, but the prompts are text.*Set `prompt_style` to 'chat'"
+    with pytest.raises(ValueError, match=message):
         prepare(arguments(prompt_style="plain"))
-    assert not any((tmp_path / "run").rglob("*.*"))
+    files = (tmp_path / "run").rglob("*.*")
+    assert not any(files)

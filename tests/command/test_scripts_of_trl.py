@@ -15,10 +15,10 @@ from opo_trl.command import recipe, train
 from opo_trl.command.named_rewards import load_rewards
 
 
-ROWS = [
-    {"prompt": [{"role": "user", "content": f"{i} + {i}?"}], "solution": f"${2 * i}$", "source": "sums"}
-    for i in range(12)
-]
+ROWS = []
+for number in range(12):
+    question = [{"role": "user", "content": f"{number} + {number}?"}]
+    ROWS.append({"prompt": question, "solution": f"${2 * number}$", "source": "sums"})
 # As public recipes of `trl grpo` look: fields of all four of its dataclasses, loss, evaluation, tracking and launch.
 RECIPE = {
     "model_name_or_path": "./model",
@@ -66,9 +66,11 @@ def length(completions, source, **kwargs):
 @pytest.fixture
 def folder(tmp_path: Path, tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(tiny_model, tmp_path / "model")
-    (tmp_path / "data").mkdir()
+    data = tmp_path / "data"
+    data.mkdir()
     for split, rows in (("train", ROWS[:8]), ("test", ROWS[8:])):
-        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        lines = [f"{json.dumps(row)}\n" for row in rows]
+        (data / f"{split}.jsonl").write_text("".join(lines))
     (tmp_path / "my_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
@@ -89,40 +91,44 @@ def test_every_field_of_trls_script_is_one_here():
 
 def test_recipe_trains_as_it_stands(folder: Path, caplog):
     assert train.main(["--config", write(folder, RECIPE)]) == 0
-    log = read_lines(folder / "run" / "log.jsonl")
-    steps = [entry for entry in log if "loss" in entry]
-    assert len(steps) == 2
+    run = folder / "run"
+    log = read_lines(run / "log.jsonl")
+    first, second = [entry for entry in log if "loss" in entry]
     for name in ("accuracy_reward", "think_format_reward", "soft_overlong_punishment_reward", "length"):
-        assert f"rewards/{name}/mean" in steps[0]
-    assert sum("eval_reward" in entry for entry in log) == 2
-    assert steps[0]["kl"] == 0  # beta acts
-    assert steps[1]["opo/chi2"] >= 0
-    plan = (folder / "run" / "plan.txt").read_text()
+        assert f"rewards/{name}/mean" in first
+    evaluations = [entry for entry in log if "eval_reward" in entry]
+    assert len(evaluations) == 2
+    assert first["kl"] == 0  # beta acts
+    assert second["opo/chi2"] >= 0
+    plan = (run / "plan.txt").read_text()
     assert "DrGRPO, beta = 0.04, epsilon = 0.2, epsilon_high = 0.28" in plan
     assert "8 prompts of ./data (train): prompt_style: dataset" in plan
-    assert (folder / "run" / "adapter_model.safetensors").is_file()
-    stored = yaml.safe_load((folder / "run" / "recipe.yaml").read_text())
+    recipe_of_run = run / "recipe.yaml"
+    stored = yaml.safe_load(recipe_of_run.read_text())
     assert stored["loss_type"] == "dr_grpo"
     # What was stored trains again, to the bit.
-    again = ["--config", str(folder / "run" / "recipe.yaml"), "--output_dir", "again"]
-    assert train.main(again) == 0
-    weights = [(folder / run / "adapter_model.safetensors").read_bytes() for run in ("run", "again")]
-    assert weights[0] == weights[1]
+    assert train.main(["--config", str(recipe_of_run), "--output_dir", "again"]) == 0
+    adapter = (run / "adapter_model.safetensors").read_bytes()
+    adapter_again = (folder / "again" / "adapter_model.safetensors").read_bytes()
+    assert adapter == adapter_again
 
 
 def test_reward_model_comes_first_as_in_trl(folder: Path):
     fields = {"reward_model_name_or_path": "./model", "reward_funcs": ["accuracy_reward", "my_rewards.length"]}
     weights = {"reward_weights": [3.0, 1.0, 2.0]}
     script, args, *_ = recipe.parse(["--config", write(folder, RECIPE | fields | weights)])
-    assert load_rewards(script, args)[-1] == "./model"
+    *_, last_reward = load_rewards(script, args)
+    assert last_reward == "./model"
     assert args.reward_weights == [1.0, 2.0, 3.0]
-    only = {name: value for name, value in RECIPE.items() if not name.startswith("reward_")}
-    script, *_ = recipe.parse(["--config", write(folder, only | {"reward_model_name_or_path": "./model"})])
+    fields = {name: value for name, value in RECIPE.items() if not name.startswith("reward_")}
+    fields["reward_model_name_or_path"] = "./model"
+    script, *_ = recipe.parse(["--config", write(folder, fields)])
     assert script.reward_funcs == []
 
 
 def test_options_of_accelerate_in_a_recipe(folder: Path):
-    given = recipe.read([write(folder, RECIPE | {"num_processes": 1, "cpu": True}), "--num_machines", "1"])
-    assert given.unknown == ["--num_machines", "1"]
-    assert recipe.launch_words(given.launch) == ["--num_processes=1", "--cpu"]
+    path = write(folder, RECIPE | {"num_processes": 1, "cpu": True})
+    arguments = recipe.read([path, "--num_machines", "1"])
+    assert arguments.unknown == ["--num_machines", "1"]
+    assert recipe.launch_words(arguments.launch) == ["--num_processes=1", "--cpu"]
     assert recipe.launch_words({"cpu": "True", "multi_gpu": "no"}) == ["--cpu"]

@@ -22,10 +22,12 @@ WAITS_FOR_A_PORT = r"waits for a port .*: commit 6495d6c5ac08 of opo_trl .* TRL 
 
 def test_list_has_every_recipe_with_what_it_does(capsys):
     assert cli.main(["recipes"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    recipes = [path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "accelerate"]
-    assert {*lines} == {str(path.relative_to(ROOT / "recipes")) for path in recipes}
-    assert lines["arithmetic/opo.yaml"].startswith("The embedded default: OPO teaches")
+    printed = capsys.readouterr().out
+    descriptions = dict(line.split(maxsplit=1) for line in printed.splitlines())
+    folder = ROOT / "recipes"
+    recipes = [path for path in folder.rglob("*.yaml") if path.parent.name != "accelerate"]
+    assert descriptions.keys() == {str(path.relative_to(folder)) for path in recipes}
+    assert descriptions["arithmetic/opo.yaml"].startswith("The embedded default: OPO teaches")
 
 
 def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
@@ -33,14 +35,16 @@ def test_copy_has_what_the_recipe_names(tmp_path, monkeypatch, capsys):
     assert cli.main(["recipes", "recipes/qwen3-1.7b/reuse/four_gpus.yaml"]) == 0
     written = capsys.readouterr().out.split()
     assert written == ["recipes/qwen3-1.7b/reuse/four_gpus.yaml", "recipes/accelerate/zero2.yaml"]
-    recipe = read(["--config", written[0]]).as_stored
-    assert (Path(written[0]).parent / recipe["accelerate_config"]).is_file()
+    path = Path(written[0])
+    recipe = read(["--config", str(path)]).as_stored
+    launch = path.parent / recipe["accelerate_config"]
+    assert launch.is_file()
     # A second copy changes nothing; a change of the user's is kept.
     copy_out("qwen3-1.7b/reuse/four_gpus.yaml", Path("recipes"))
-    Path(written[0]).write_text("mu: 1\n")
+    path.write_text("mu: 1\n")
     assert cli.main(["recipes", "qwen3-1.7b/reuse/four_gpus.yaml"]) == 2
     assert "exists and differs from the package's" in capsys.readouterr().err
-    assert Path(written[0]).read_text() == "mu: 1\n"
+    assert path.read_text() == "mu: 1\n"
 
 
 def help_of(capsys, *words: str) -> str:
@@ -50,16 +54,23 @@ def help_of(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def options_in(text: str) -> list[str]:
+    return re.findall(r"^  --(\w+)", text, re.MULTILINE)
+
+
 def test_help_has_our_fields_and_on_request_all(capsys):
-    ours, every = help_of(capsys, "--help"), help_of(capsys, "--help", "all")
-    listed, listed_on_request = ([*re.findall(r"^  --(\w+)", text, re.MULTILINE)] for text in (ours, every))
+    ours = help_of(capsys, "--help")
+    listed = options_in(ours)
+    listed_on_request = options_in(help_of(capsys, "--help", "all"))
     of_trl = hints(GRPOConfig).keys() | hints(ScriptArguments).keys()
     fields = hints(OPOConfig).keys() | hints(OPOScriptArguments).keys()
-    assert {*listed} - {"loss_type"} == fields - of_trl  # a field of TRL's, with another meaning here
-    assert {*listed_on_request} >= fields | hints(ModelConfig).keys() - {"_n_gpu"}
+    of_models = hints(ModelConfig).keys() - {"_n_gpu"}
+    assert set(listed) - {"loss_type"} == fields - of_trl  # a field of TRL's, with another meaning here
+    assert set(listed_on_request) >= fields | of_models
     assert listed_on_request[: len(listed)] == listed
-    assert len({*listed_on_request}) == len(listed_on_request)
-    assert ours.splitlines()[-1].endswith("opo-trl train --help all")
+    distinct = set(listed_on_request)
+    assert len(distinct) == len(listed_on_request)
+    assert ours.endswith("opo-trl train --help all\n")
 
 
 def test_help_has_headings_types_and_defaults_but_no_markup(capsys):
@@ -74,7 +85,8 @@ def test_help_has_headings_types_and_defaults_but_no_markup(capsys):
 
 def test_usage_imports_nothing_slow():
     code = "import sys; from opo_trl.command import cli; print({'datasets', 'numpy', 'torch'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,8 @@ def test_import_of_asynchronous_training_names_the_commit_that_has_it(statement)
 def test_recipe_of_asynchronous_training_names_the_commit_that_has_it(tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("trainer: async_opo\nin_process_staleness: 4\n")
-    for words in ([str(recipe)], [str(ROOT / "recipes" / "arithmetic" / "opo.yaml"), "--trainer", "async_opo"]):
+    arithmetic = ROOT / "recipes" / "arithmetic" / "opo.yaml"
+    for words in ([str(recipe)], [str(arithmetic), "--trainer", "async_opo"]):
         assert cli.main(["train", *words]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert re.search(rf"trainer='async_opo' {WAITS_FOR_A_PORT}", said)
+        *_, last_line = capsys.readouterr().err.splitlines()
+        assert re.search(rf"trainer='async_opo' {WAITS_FOR_A_PORT}", last_line)

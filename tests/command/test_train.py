@@ -27,17 +27,25 @@ SHORT = {"max_steps": 4, "save_steps": 2, "validation_steps": 2, "validation_siz
 
 
 def arguments(recipe: Path, **overrides) -> list[str]:
-    fields = {**DEVICE_FIELDS, **overrides}
-    return ["--config", str(recipe), *(part for key, value in fields.items() for part in (f"--{key}", str(value)))]
+    return ["--config", str(recipe), *words_of({**DEVICE_FIELDS, **overrides})]
+
+
+def words_of(fields: dict) -> list[str]:
+    """The fields as words of a command line."""
+    words = []
+    for name, value in fields.items():
+        words += [f"--{name}", str(value)]
+    return words
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "arithmetic"
-    with redirect_stdout(io.StringIO()) as said:
+    with redirect_stdout(io.StringIO()) as stdout:
         assert main(arguments(ARITHMETIC, output_dir=folder, alpha=0.3, **SHORT)) == 0
-    assert said.getvalue().count("OPO training plan") == 1
-    assert said.getvalue().count("Level 4, sampled") == 2
+    printed = stdout.getvalue()
+    assert printed.count("OPO training plan") == 1
+    assert printed.count("Level 4, sampled") == 2
     return folder
 
 
@@ -58,26 +66,31 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
     assert (run / "plan.txt").read_text().startswith("OPO training plan\n  rollout ")
     assert "Level 4, sampled: " in (run / "README.md").read_text()
     report = (run / "report.html").read_text()
-    for said in ("Finished: 4 optimizer steps", "Escort effective sample size stayed at", "OPO training plan"):
-        assert said in report
+    for sentence in ("Finished: 4 optimizer steps", "Escort effective sample size stayed at", "OPO training plan"):
+        assert sentence in report
     log = read_lines(run / "log.jsonl")
-    assert [line["step"] for line in log if "grad_norm" in line] == [1, 2, 3, 4]
+    steps = [line for line in log if "grad_norm" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert [line["step"] for line in log if "validation/accuracy" in line] == [0, 2, 4]
-    assert all("opo/chi2" in line for line in log if "grad_norm" in line)
+    for line in steps:
+        assert "opo/chi2" in line
     completions = read_lines(run / "completions.jsonl")
     assert {line["step"] for line in completions} == {0, 2, 4}
-    assert all(line["prompt"].endswith("=") for line in completions)
-    assert {line["reward"] for line in completions} <= {0.0, 1.0}
+    for line in completions:
+        assert line["prompt"].endswith("=")
+        assert line["reward"] in (0.0, 1.0)
     described = read_json(run / "environment.json")
     assert described["seed"] == 42
     assert described["packages"]["trl"] == version("trl")
     assert "git_commit" in described
     summary = read_json(run / "summary.json")
     for time in ("before", "after"):
-        assert {(level, decoding) for level in summary[time] for decoding in summary[time][level]} == {
-            (level, decoding) for level in ("Level 3", "Level 4") for decoding in ("greedy", "sampled")
-        }
-        assert all(cell["scored"] == 24 for level in summary[time].values() for cell in level.values())
+        by_level = summary[time]
+        assert by_level.keys() == {"Level 3", "Level 4"}
+        for by_decoding in by_level.values():
+            assert by_decoding.keys() == {"greedy", "sampled"}
+            for cell in by_decoding.values():
+                assert cell["scored"] == 24
 
 
 def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
@@ -85,24 +98,30 @@ def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
     problems = tmp_path / "problems.csv"
     rows = [f"What is {i} + {i}?,{2 * i}\n" for i in range(50)]
     problems.write_text("".join(["problem,solution\n", *rows]))
-    fields = {"model_name_or_path": tiny_model, "dataset_name": problems, "output_dir": tmp_path / "run"}
-    fields |= {"max_completion_length": 8, "max_completions": 64, "per_device_train_batch_size": 8}
-    words = [part for key, value in fields.items() for part in (f"--{key}", str(value))]
-    assert main([str(ROOT / "recipes" / "own_data.yaml"), *words]) == 0
+    fields = {
+        "model_name_or_path": tiny_model,
+        "dataset_name": problems,
+        "output_dir": tmp_path / "run",
+        "max_completion_length": 8,
+        "max_completions": 64,
+        "per_device_train_batch_size": 8,
+    }
+    recipe = ROOT / "recipes" / "own_data.yaml"
+    assert main([str(recipe), *words_of(fields)]) == 0
     assert "'enable_thinking' of `chat_template_kwargs` has no effect" in caplog.text
     assert "no completion has a learning signal in the first rollout" in caplog.text
-    said = capsys.readouterr()
-    assert "wrong    Zero-variance groups held 100% of completions" in said.out
-    assert "8/8 [" in said.err  # of 16,000 steps, those that the completions last for
+    printed = capsys.readouterr()
+    assert "wrong    Zero-variance groups held 100% of completions" in printed.out
+    assert "8/8 [" in printed.err  # of 16,000 steps, those that the completions last for
 
 
 def test_plan_is_all_that_is_made(tmp_path, capsys):
     folder = tmp_path / "run"
     _, *words = arguments(ARITHMETIC, output_dir=folder, **SHORT)
     assert main([*words, "--plan"]) == 0  # the recipe comes first
-    said = capsys.readouterr().out
-    assert "OPO training plan\n  rollout " in said
-    assert "\n  data       2,048 prompts of arithmetic" in said
+    printed = capsys.readouterr().out
+    assert "OPO training plan\n  rollout " in printed
+    assert "\n  data       2,048 prompts of arithmetic" in printed
     assert not any(folder.rglob("*.*"))
     assert main([*words, "--plan", "--dataset_name", "./absent"]) == 2
 
@@ -113,16 +132,20 @@ def test_recipe_in_the_run_folder_repeats_the_run(run):
     assert again == written
     assert again["env"] == {"OMP_NUM_THREADS": "1"}
     for first, second in zip(original, repeated, strict=True):
-        differing = {k for k in vars(first) if vars(first)[k] != vars(second)[k]}
+        differing = {name for name, value in vars(first).items() if value != getattr(second, name)}
         assert differing <= {"distributed_state", "__cached__setup_devices", "logging_dir"}, differing
     assert read_json(run / "settings.json")["alpha"] == 0.3
 
 
 def test_rejected_run_leaves_the_run_in_its_folder_alone(run, capsys):
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    times_before = times_of_changes(run)
     assert main(arguments(ARITHMETIC, output_dir=run, overwrite="true", fraction=0.0001, **SHORT)) == 2
     assert "fraction=0.0001" in capsys.readouterr().err
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert times_of_changes(run) == times_before
+
+
+def times_of_changes(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 # The report before training
@@ -139,19 +162,29 @@ class Watching(OPOTrainer):
         return result
 
     def _generate_single_turn(self, *arguments, **options):
-        sharded = all(hasattr(parameter, "ds_tensor") for parameter in self.model.parameters())
-        self.generated.append([self.state.global_step, sharded])
+        is_sharded = all(hasattr(parameter, "ds_tensor") for parameter in self.model.parameters())
+        self.generated.append([self.state.global_step, is_sharded])
         return super()._generate_single_turn(*arguments, **options)
 
 
 def train_watched(folder: str) -> None:
     """Runs in each process of a sharded run."""
     train.OPOTrainer = Watching
-    here = {"use_cpu": "false", "output_dir": folder, "max_steps": 1, "report_size": 4, "validation_size": 4}
-    here["report_levels"] = "Level 4"
-    rollout = {"per_device_train_batch_size": 6, "steps_per_generation": 1, "max_completion_length": 4}
-    rest = {"save_strategy": "no", "disable_tqdm": "true", "ddp_backend": "gloo"}
-    assert main(arguments(ARITHMETIC, **here, **rollout, **rest)) == 0
+    fields = {
+        "use_cpu": "false",
+        "output_dir": folder,
+        "max_steps": 1,
+        "report_size": 4,
+        "validation_size": 4,
+        "report_levels": "Level 4",
+        "per_device_train_batch_size": 6,
+        "steps_per_generation": 1,
+        "max_completion_length": 4,
+        "save_strategy": "no",
+        "disable_tqdm": "true",
+        "ddp_backend": "gloo",
+    }
+    assert main(arguments(ARITHMETIC, **fields)) == 0
 
 
 def test_nothing_is_generated_before_the_model_is_sharded(tmp_path):
@@ -160,43 +193,51 @@ def test_nothing_is_generated_before_the_model_is_sharded(tmp_path):
     assert status == [0, 0], logs(tmp_path)
     for process in range(2):
         generated = json.loads((folder / f"generated_{process}.json").read_text())
-        assert len(generated) == 4  # the report, greedy and sampled, a validation and a rollout
-        assert all(entry == [0, True] for entry in generated), generated
+        assert generated == [[0, True]] * 4  # the report, greedy and sampled, a validation and a rollout
     summary = read_json(folder / "summary.json")
     for time in ("before", "after"):
-        assert summary[time]["Level 4"]["greedy"]["scored"] == 4
+        greedy = summary[time]["Level 4"]["greedy"]
+        assert greedy["scored"] == 4
 
 
 def test_run_resumes_in_another_folder_with_another_learning_rate(run, tmp_path):
-    done, checkpoint, here = 4, run / "checkpoint-4", tmp_path / "run"
-    fields = {**SHORT, "max_steps": done + 1, "resume_from_checkpoint": checkpoint, "report_levels": "Level 4"}
+    checkpoint = run / "checkpoint-4"
+    here = tmp_path / "run"
+    fields = {**SHORT, "max_steps": 5, "resume_from_checkpoint": checkpoint, "report_levels": "Level 4"}
     assert main(arguments(ARITHMETIC, output_dir=here, alpha=0.3, learning_rate=1e-30, **fields)) == 0
     summary = read_json(here / "summary.json")
     assert summary["before"] == read_json(run / "summary.json")["before"]  # of the base model
     assert summary["after"].keys() == {"Level 4"}
-    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, here))
-    assert all(torch.equal(before[name], after[name]) for name in before)  # the first step has the new rate
+    before = load_file(checkpoint / "model.safetensors")
+    after = load_file(here / "model.safetensors")
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name])  # the first step has the new rate
     log = read_lines(here / "log.jsonl")
-    assert {line["step"]: line["resumed/learning_rate"] for line in log if "resumed/learning_rate" in line} == {
-        done: 1e-30
-    }
-    assert all(0 < line["learning_rate"] <= 1e-30 for line in log if "learning_rate" in line)  # the schedule falls
-    assert "5 optimizer steps. Not one trajectory: learning_rate=1e-30 after" in (here / "report.html").read_text()
+    new_rates = {line["step"]: line["resumed/learning_rate"] for line in log if "resumed/learning_rate" in line}
+    assert new_rates == {4: 1e-30}
+    rates = [line["learning_rate"] for line in log if "learning_rate" in line]
+    assert 0 < min(rates) <= max(rates) <= 1e-30  # the schedule falls
+    report = (here / "report.html").read_text()
+    assert "5 optimizer steps. Not one trajectory: learning_rate=1e-30 after" in report
 
 
 def test_completions_are_logged_into_the_folder_of_a_run_that_moves_another_aside(tmp_path):
     """TRL creates a folder for them before the run's folder is claimed."""
     output = tmp_path / "run-1.5b"
-    (output / "completions").mkdir(parents=True)
-    (output / "completions" / "completions_00009.parquet").touch()
+    completions = output / "completions"
+    completions.mkdir(parents=True)
+    (completions / "completions_00009.parquet").touch()
     (output / "settings.json").write_text('{"alpha": 0.9}')
     short = {**SHORT, "max_steps": 1, "save_strategy": "no", "overwrite": "true", "log_completions": "true"}
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/"))
+    text = ARITHMETIC.read_text().replace("../accelerate/", f"{ACCELERATE}/")
+    recipe.write_text(text)
     with recipe.open("a") as file:  # Transformers makes an object of this mapping
         file.write("accelerator_config: {split_batches: false}\n")
     assert main(arguments(recipe, output_dir=output, **short)) == 0
-    assert [path.name for path in (output / "completions").iterdir()] == ["completions_00001.parquet"]
-    assert [path.name for path in (tmp_path / "run-1.5b-2" / "completions").iterdir()] == ["completions_00009.parquet"]
-    assert (tmp_path / "run-1.5b-2" / "settings.json").read_text() == '{"alpha": 0.9}'
+    assert [path.name for path in completions.iterdir()] == ["completions_00001.parquet"]
+    moved_aside = tmp_path / "run-1.5b-2"
+    moved_completions = moved_aside / "completions"
+    assert [path.name for path in moved_completions.iterdir()] == ["completions_00009.parquet"]
+    assert (moved_aside / "settings.json").read_text() == '{"alpha": 0.9}'
     assert "split_batches: false" in (output / "recipe.yaml").read_text()

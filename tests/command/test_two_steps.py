@@ -10,6 +10,7 @@ import pytest
 from helpers import DEVICE_FIELDS
 from transformers import AutoTokenizer
 
+from opo_trl.checks.files import read_lines
 from opo_trl.command.recipe import read
 from opo_trl.command.train import main
 from opo_trl.data.arithmetic import make_problems
@@ -20,27 +21,47 @@ ALL = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "accel
 EMBEDDED = [path for path in ALL if path.relative_to(ROOT).parts[0] in ("arithmetic", "reasoning_gym")]
 REST = [path for path in ALL if path not in EMBEDDED]
 # What makes a step small, and runs without a GPU or a server.
-SMALL = {"max_completion_length": 4, "validation_size": 2, "report_size": 2, "save_strategy": "no", "max_steps": 2}
-SMALL |= {"gradient_checkpointing": "false", "dtype": "float32", "per_device_train_batch_size": 12}
+SMALL = {
+    "max_completion_length": 4,
+    "validation_size": 2,
+    "report_size": 2,
+    "save_strategy": "no",
+    "max_steps": 2,
+    "gradient_checkpointing": "false",
+    "gradient_accumulation_steps": 1,
+    "dtype": "float32",
+    "per_device_train_batch_size": 12,
+    "num_generations": 6,
+    "use_vllm": "false",
+}
+
+
+def write_completions(path: Path) -> None:
+    """Six completions of each of eight problems; two or more of them are right."""
+    lines = []
+    problems = list(make_problems("train", ["Level 1"]))
+    for row in problems[:8]:
+        solution = row["solution"]
+        for text in [solution, "1", "2"] * 2:
+            completion = {"prompt": row["problem"], "completion": text, "reward": float(text == solution)}
+            lines.append(json.dumps(completion) + "\n")
+    path.write_text("".join(lines))
 
 
 def train(path: Path, output: Path, **fields) -> list[dict]:
     recipe = read(["--config", str(path)]).as_stored
     steps = recipe.get("steps_per_generation", 1) // recipe.get("gradient_accumulation_steps", 1)
-    fields = {**DEVICE_FIELDS, **SMALL, "gradient_accumulation_steps": 1, "output_dir": output, **fields}
-    fields |= {"use_vllm": "false", "steps_per_generation": max(steps, 1), "num_generations": 6}
+    fields = {**DEVICE_FIELDS, **SMALL, "output_dir": output, "steps_per_generation": max(steps, 1), **fields}
     if "rollouts" in recipe:
-        fields |= {"rollouts": output / "rows.jsonl", "rollouts_model": recipe["model_name_or_path"]}
-        lines = []
-        for row in [*make_problems("train", ["Level 1"])][:8]:
-            for text in [row["solution"], "1", "2"] * 2:
-                completion = {"prompt": row["problem"], "completion": text, "reward": float(text == row["solution"])}
-                lines.append(json.dumps(completion) + "\n")
-        fields["rollouts"].write_text("".join(lines))
-    argv = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
-    assert main(["--config", str(path), *argv]) == 0
-    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [entry for entry in log if "grad_norm" in entry]
+        rollouts = output / "rows.jsonl"
+        write_completions(rollouts)
+        fields["rollouts"] = rollouts
+        fields["rollouts_model"] = recipe["model_name_or_path"]
+    argv = ["--config", str(path)]
+    for name, value in fields.items():
+        argv += [f"--{name}", str(value)]
+    assert main(argv) == 0
+    return [entry for entry in read_lines(output / "log.jsonl") if "grad_norm" in entry]
 
 
 def check(log: list[dict]) -> None:
@@ -64,11 +85,14 @@ def some_of(shared_data, tmp_path_factory):
     """The shortest rows of MATH's levels 3 and 4, and of GSM8K, in folders."""
     folders = {}
     for name in ("math", "gsm8k"):
-        folders[name] = tmp_path_factory.mktemp(name)
+        folder = tmp_path_factory.mktemp(name)
         for split in ("train", "test"):
             with gzip.open(shared_data / name / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
                 rows = [line for line in file if name == "gsm8k" or '"Level 3"' in line or '"Level 4"' in line]
-            (folders[name] / f"{split}.jsonl").write_text("".join(sorted(rows, key=len)[:100]), encoding="utf-8")
+            rows.sort(key=len)
+            shortest = "".join(rows[:100])
+            (folder / f"{split}.jsonl").write_text(shortest, encoding="utf-8")
+        folders[name] = folder
     return folders
 
 
@@ -78,8 +102,10 @@ def model(shared_data, tiny_model, tmp_path_factory):
     folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("model"), dirs_exist_ok=True)
     template = AutoTokenizer.from_pretrained(shared_data / "Qwen3-1.7B").chat_template
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))  # bytes are many
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["max_position_embeddings"] = 4096  # bytes are many
+    path.write_text(json.dumps(config))
     return folder
 
 
@@ -87,13 +113,15 @@ def model(shared_data, tiny_model, tmp_path_factory):
 def test_recipe_of_another_model(path, tmp_path, model, some_of):
     fields = {"model_name_or_path": model, "attn_implementation": "sdpa"}
     name = "gsm8k" if "gsm8k" in path.parts else "math"
-    if "smollm2-135m" not in path.parts:
-        fields["dataset_name"] = some_of[name] / "train.jsonl" if path.name == "own_data.yaml" else some_of[name]
+    if path.name == "own_data.yaml":
+        fields["dataset_name"] = some_of[name] / "train.jsonl"
+    elif "smollm2-135m" not in path.parts:
+        fields["dataset_name"] = some_of[name]
     if "overlong_cache" in path.read_text():
         fields["overlong_cache"] = 2
     if name == "gsm8k":  # a folder has no configurations
-        own = ("dataset_config:", "accelerate_config:")
-        text = "".join(line for line in path.open(encoding="utf-8") if not line.startswith(own))
+        of_the_hub = ("dataset_config:", "accelerate_config:")
+        lines = [line for line in path.open(encoding="utf-8") if not line.startswith(of_the_hub)]
         path = tmp_path / "some.yaml"
-        path.write_text(text, encoding="utf-8")
+        path.write_text("".join(lines), encoding="utf-8")
     check(train(path, tmp_path / "run", **fields))
