@@ -84,7 +84,7 @@ class Planner:
         # of their own.
         if self.balance is not None and self.args.top_entropy_quantile == 1.0:
             # The model may be another one than the policy.
-            balance = shared_prompts.balance(self.accelerator.unwrap_model(model))
+            balance = shared_prompts.attention_balance(self.accelerator.unwrap_model(model))
         limits = self._limits(batch_size)
         n_micro_batches, _ = _needed(info, balance, limits)
         local = info[self.accelerator.process_index]

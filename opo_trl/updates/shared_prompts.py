@@ -21,11 +21,12 @@ from ..batch import Batch, to_device
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
 
 
-def balance(model: PreTrainedModel) -> float | None:
+def attention_balance(model: PreTrainedModel) -> float | None:
     """
-    Tokens to which attention costs as much as the rest of a layer; `None` for a model that may compute something else.
+    Number of tokens to which attention costs as much as the rest of a layer, if a model can compute a prompt once for
+    its completions; `None` if it may compute something else then, so that prompts must not be shared.
 
-    It needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
+    The model needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
     """
     config = model.config
     if config.model_type not in ARCHITECTURES or hasattr(config, "auto_map"):  # code from the Hub
