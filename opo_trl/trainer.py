@@ -738,7 +738,7 @@ class OPOTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
     ):
-        """TRL's log-probabilities, entropies and auxiliary loss; zeros where `_generate` knows that none reads them."""
+        """TRL's log-probabilities, entropies and auxiliary loss; zeros if `_generate` knows that none reads them."""
         if self._leaves_out_logps:
             self._leaves_out_logps = False
             zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
