@@ -300,6 +300,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     skip_inert_rows: bool = True
 
     def __post_init__(self):
+        """Check each field by itself, then what Transformers and TRL check, then combinations."""
         scaling = str(self.scale_rewards).lower()
         if scaling in ("true", "yes"):  # as command lines and recipes say it
             self.scale_rewards = "group"

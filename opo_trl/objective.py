@@ -537,6 +537,7 @@ class OPO(Objective):
         return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
 
     def targets(self, groups: Groups) -> Targets:
+        """Targets v\* of complete groups, from escort weights and μ."""
         args = self.args
         temperature = self.temperature(groups)
         correction = {"absorbed": None, "length_normalized": groups.mean_logps, "sequence": groups.logps}

@@ -69,6 +69,7 @@ class Prefetch:
         self._answer = None
 
     def _ask(self, request: dict[str, Any]) -> None:
+        """Make a request in a thread; `_answer` gets what the server returns."""
         answer: Future[dict[str, Any]] = Future()
 
         def ask() -> None:

@@ -82,6 +82,7 @@ class EpochSampler(RepeatSampler):
             first = 0
 
     def _order(self, epoch: int) -> list[int]:
+        """Order of all prompts in an epoch: TRL's, which depends on the seed and the number of the epoch."""
         if not self.shuffle:
             return list(range(self.num_samples))
         self.generator.manual_seed(self.seed)

@@ -44,6 +44,7 @@ def _score(entry: Mapping[str, Any]) -> float:
 
 
 def _example(entry: Mapping[str, Any]) -> Example:
+    """A completion of a run as the report shows it: step, reward, and the beginning of its texts."""
     score = _score(entry)
     return Example(
         step=entry["step"],

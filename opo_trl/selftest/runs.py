@@ -155,6 +155,7 @@ class Recording:
     """A trainer that records its rollouts, and of each optimizer step weights and gradient."""
 
     def record(self: Any) -> Any:
+        """Begin to record; returns the trainer."""
         self.initial = weights_of(self.model)
         self.rollouts: list[tuple[Weights, dict[str, Any]]] = []  # with the weights of the policy that has sampled it
         self.steps: list[tuple[Weights, dict[str, Tensor]]] = []
@@ -163,6 +164,8 @@ class Recording:
 
 
 class _BeforeOptimizer(TrainerCallback):
+    """Notes weights and gradients before each step of the optimizer."""
+
     def __init__(self, trainer: Any):
         self.trainer = trainer
 

@@ -139,6 +139,7 @@ class Planner:
         return micro_batches
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
+        """Limits of a micro-batch of at most `max_rows` completions; `fill`: whether short ones may be more."""
         fewest = self.communicates or updates_in_backward(self.args)
         on_gpu = self.accelerator.device.type != "cpu"
         return Limits(
