@@ -190,8 +190,8 @@ class Need:
     purpose: str
     owner: str  # path of a class or module
     name: str
-    parameters: list[str] | None  # of a function; `None` for an attribute
-    read: list[str]  # those that the function must not ignore
+    parameters: list[str] | None  # parameters of a function; `None` for an attribute
+    read: list[str]  # parameters that the function must not ignore
 
     @property
     def path(self) -> str:
@@ -203,8 +203,8 @@ class Need:
 class Verdict:
     """How the installed releases differ from the tested ones, one line each."""
 
-    differences: list[str]  # with which the package works
-    breaks: list[str]  # with which it does not
+    differences: list[str]  # differences with which the package works
+    breaks: list[str]  # differences with which it does not
 
     @property
     def word(self) -> str:

@@ -275,9 +275,9 @@ class OPOTrainer(GRPOTrainer):
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         for unlogged in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             unlogged.clear()
-        self._advantages: Tensor | None = None  # of the current rollout, over all processes; NaN where invalid
-        self._advantage_range = 0.0  # highest less lowest
-        self._place = Place()  # in the data, after the prompts of the current rollout
+        self._advantages: Tensor | None = None  # those of the current rollout, over all processes; NaN where invalid
+        self._advantage_range = 0.0  # highest advantage of the current rollout less the lowest
+        self._place = Place()  # place in the data after the prompts of the current rollout
         self.completions_generated = 0  # for training so far, over all processes
         self._target_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
@@ -690,7 +690,7 @@ class OPOTrainer(GRPOTrainer):
         if self._mode == "eval":
             return
         if self.state.global_step == 0 and not targets.target.any():
-            # Of recorded rewards, a warning on loading says why.
+            # A question about prompts does not fit recorded rewards, of which a warning on loading says why.
             question = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}? "
             logger.warning_once(
                 "The rewards of all groups are equal, so no completion has a learning signal in the first rollout. "
@@ -750,7 +750,7 @@ class OPOTrainer(GRPOTrainer):
         return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
 
     def _logps_of_trl(self, model, *inputs, **options):
-        """The same by TRL's own pass, timed unless it is part of the loss."""
+        """Log-probabilities, entropies and auxiliary loss by TRL's own pass, timed unless it is part of the loss."""
         if self._takes_positions:
             model = partial(padding.with_positions, model)
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):

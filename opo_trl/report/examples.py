@@ -23,7 +23,9 @@ class Example:
 
 
 def examples(entries: Sequence[Mapping[str, Any]]) -> list[Example]:
-    """Of the entries of a run's `completions.jsonl`, those to show. One without a score counts as the worst."""
+    """
+    The completions to show, from the entries of a run's `completions.jsonl`. One without a score counts as the worst.
+    """
     if not entries:
         return []
     steps = [entry["step"] for entry in entries]

@@ -146,7 +146,7 @@ class IsolatedReward(CountingReward):
             )
 
     def _outcomes(self, calls: Sequence[dict[str, list[Any]]]) -> list[Any]:
-        """Of each call, given by its arguments, a score, an error's message, or an exception of the pool."""
+        """For each call, given by its arguments: a score, an error's message, or an exception of the pool."""
         pool = self._running_pool()
         futures = [pool.schedule(_pass_on, (self.reward, call), timeout=self.timeout) for call in calls]
         for future in futures:

@@ -329,7 +329,7 @@ def completions_of(trainer: Any, rollout: dict[str, Any]) -> list[Completion]:
 
 
 def largest_difference(logps: Tensor, reference: Reference, weights: Weights) -> float:
-    """Of log-probabilities `[B, T]` of a rollout's tokens, among those that count; NaN if one is NaN."""
+    """Largest difference of log-probabilities `[B, T]`, of tokens that count, to the reference; NaN if one is NaN."""
     differences = []
     for logps_of_completion, completion in zip(logps, reference.completions, strict=True):
         exact = chosen(reference.logps(weights, completion), completion)
