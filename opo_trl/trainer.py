@@ -68,7 +68,7 @@ from .models import adapter, reference
 from .models.frozen_base import FrozenBase
 from .objective import OPO, Groups, Objective, Samples, Targets, token_mean
 from .objectives import objective_named
-from .resume import checkpoint
+from .resume import checkpoint as checkpoints
 from .resume.interrupts import SaveOnInterrupt
 from .resume.skipped_steps import SkippedSteps
 from .reuse.replay import ReplayBuffer
@@ -345,10 +345,11 @@ class OPOTrainer(GRPOTrainer):
             `KeyboardInterrupt`: Ctrl-C, when a checkpoint has been saved after the optimizer step.
         """
         check_trainable(self.model, self.optimizer)
-        folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-        state = None if folder is None else checkpoint.check_resumable(self, folder)
-        # Whether the checkpoint spends `max_completions`; and micro-steps of its last rollout that are over
-        self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
+        folder = checkpoints.resolve(resume_from_checkpoint, self.args.output_dir)
+        state = None if folder is None else checkpoints.check_resumable(self, folder)
+        # Whether the run of the checkpoint has generated `max_completions`, so that nothing is left to train
+        self._is_spent = state is not None and checkpoints.has_spent_budget(self.args, state)
+        # Micro-steps of the checkpoint's last rollout that are trained
         self._resumed_position = 0 if state is None else state["position"]
         self._begin()
         if state is not None:
@@ -587,12 +588,17 @@ class OPOTrainer(GRPOTrainer):
         return rewards
 
     def _finish_rollout(self, rollout: Batch) -> Batch:
-        """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
+        """
+        Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it:
+        targets (`_targets`), the behaviour policy's log-probabilities if several passes train on the rollout, whether
+        the policy itself has sampled each completion (`opo_own`), and after which optimizer step (`opo_step`).
+        """
         # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
         # micro-batches of another shape.
         logps = rollout.pop("opo_logps", None)
         entropies = None
         self._policy_is_behaviour = "old_per_token_logps" not in rollout
+        # Completions that the policy as it is now has sampled
         by_policy = torch.full_like(rollout["advantages"], self._policy_is_behaviour, dtype=torch.bool)
         sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
         if sampled_elsewhere and not self._skipped.moved_at:  # no step has moved the policy yet
@@ -608,7 +614,7 @@ class OPOTrainer(GRPOTrainer):
             rollout["old_per_token_logps"] = policy_logps()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
         rollout["opo_own"] = by_policy
-        # Recorded completions of another policy count as one step older, so that none of them rests.
+        # Recorded completions of another policy are at least one step old.
         rollout["opo_step"] = self._sampled_at() - (~by_policy & self._replays_recorded).float()
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
@@ -637,7 +643,10 @@ class OPOTrainer(GRPOTrainer):
         return by_policy
 
     def _sampled_at(self) -> int:
-        """Number of optimizer steps before the rollout was sampled; with `prefetch_rollouts`, earlier than now."""
+        """
+        Number of optimizer steps before the rollout was sampled: with `prefetch_rollouts`, those before it was asked
+        for, which only the main process knows.
+        """
         if not self.args.prefetch_rollouts or self._mode == "eval":
             return self.state.global_step
         asked_at = None if self._prefetch is None else self._prefetch.asked_at
@@ -784,14 +793,14 @@ class OPOTrainer(GRPOTrainer):
             self._window_start = self._step
         # Calls of `training_step`, including this one, until the policy moves
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
-        index, place = divmod(self._step, args.micro_steps_per_rollout)
+        index, place = divmod(self._step, args.micro_steps_per_rollout)  # number of the rollout, and calls that use it
         if place == 0:
             self._place = self._place.after_rollout(args.prompts_per_rollout, self._n_prompts)
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
             self._replay.add(rollout, self._advantages)
-        passed, place = divmod(place, args.steps_per_generation)
+        passed, place = divmod(place, args.steps_per_generation)  # passes over the rollout, and calls in this one
         if place == 0:
             rows = self._rows_of_pass(index, passed)
             if passed + 1 == args.num_iterations and not args.max_staleness:
@@ -802,7 +811,11 @@ class OPOTrainer(GRPOTrainer):
         return self._cut_pass[place]
 
     def _rows_of_pass(self, index: int, passed: int) -> Batch:
-        """This process's completions in a pass over the rollout of this index, after `passed` passes over it."""
+        """
+        This process's completions of one more pass over the run's rollout number `index`, which has had `passed`
+        passes. An objective may scale its loss by all completions of the pass (`scales_by_pass`): where they come from
+        several rollouts, that factor is computed here.
+        """
         rows = self._replay.rows_of_pass(index, passed)
         if passed and self.args.max_staleness and self.policy_objective.scales_by_pass:
             lengths = self.accelerator.gather(completion_tokens(rows).sum(dim=1)).double()
@@ -1110,7 +1123,7 @@ class OPOTrainer(GRPOTrainer):
     @property
     def rollout_is_used_up(self) -> bool:
         """Whether the next optimizer step needs a new rollout."""
-        return checkpoint.needs_rollout(self.args, self._step)
+        return checkpoints.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
         """Norm of the gradient of an optimizer step, for the log; a gradient that is not finite is dropped."""
@@ -1142,19 +1155,19 @@ class OPOTrainer(GRPOTrainer):
     # 7. A checkpoint: saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial, **named):
-        with checkpoint.saving(self, Path(self._get_output_dir(trial))):
+        with checkpoints.saving(self, Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, **named)
 
     def _save_rng_state(self, output_dir: str, **named):
         """Write the random states, the last that each process writes, and this process's own state beside them."""
         super()._save_rng_state(output_dir, **named)
         folder = Path(output_dir)
-        checkpoint.save_state(folder, self.accelerator.process_index, self._state())
+        checkpoints.save_state(folder, self.accelerator.process_index, self._state())
         if self.args.sync_ref_model:
-            checkpoint.MovingReference(self).save(folder)
+            checkpoints.MovingReference(self).save(folder)
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
-    def _load_rng_state(self, checkpoint: str | None, **named):  # its name in Transformers hides the module's here
+    def _load_rng_state(self, checkpoint: str | None, **named):
         super()._load_rng_state(checkpoint, **named)  # the last thing that Transformers loads
         if checkpoint is not None:
             self._restore(Path(checkpoint))  # everything else is restored here
@@ -1163,25 +1176,25 @@ class OPOTrainer(GRPOTrainer):
     def _restore(self, folder: Path) -> None:
         """Go on from the state in a checkpoint's folder, also if this run divides it among other processes."""
         process = self.accelerator.process_index
-        state = checkpoint.load_state(folder, process)
+        state = checkpoints.load_state(folder, process)
         saved = state["settings"]
         current = self.current_settings
-        changes = checkpoint.changes_of_cut(saved, current)
+        changes = checkpoints.changes_of_cut(saved, current)
         if changes:
             self.accelerator.print(f"Resuming with {', '.join(changes)}.")
-            state = checkpoint.divided_state(folder, current, process)
+            state = checkpoints.divided_state(folder, current, process)
         if saved["processes"] != current["processes"]:
-            checkpoint.draw_random_state(self.args.seed, self.state.global_step, process)
+            checkpoints.draw_random_state(self.args.seed, self.state.global_step, process)
         self._load_state(state, is_divided=bool(changes))
         if self.args.sync_ref_model:
-            checkpoint.MovingReference(self).load(folder)
+            checkpoints.MovingReference(self).load(folder)
 
     @property
     def current_settings(self) -> dict[str, Any]:
         """Settings that determine the rest of a run, for a checkpoint to compare."""
         # Recorded rollouts as they were loaded: what is added depends on the number of processes, up to rounding.
         data = self.train_dataset if self._recorded is None else self._recorded.dataset
-        return checkpoint.settings_of(self, name=self._name, optimizer=self._optimizer_class, data=data)
+        return checkpoints.settings_of(self, name=self._name, optimizer=self._optimizer_class, data=data)
 
     def _state(self) -> dict[str, Any]:
         """What this process needs to resume exactly, besides weights, optimizer, schedule and random states."""
