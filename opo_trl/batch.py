@@ -124,6 +124,7 @@ def take(batch: Mapping[str, Any], order: np.ndarray) -> Batch:
     order_on: dict[torch.device, Tensor] = {}
 
     def in_order(value: Any) -> Any:
+        """A value of the batch in the given order, if it has an entry for each completion."""
         if isinstance(value, list):
             return [value[place] for place in order]
         if not isinstance(value, Tensor) or not value.ndim:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 
-# Of the optimizers that Transformers offers, the usual ones that read no `optim_args`.
+# The usual optimizers among those that Transformers offers, which read no `optim_args`
 _WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
 
 
@@ -250,8 +250,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             prompts, as in DAPO; by default they stay, at no further cost. See docs/methods/baselines.md.
         max_staleness (`int`, *optional*, defaults to `0`):
             Number of earlier rollouts from which passes after the first draw groups, too: a completion is trained on
-            at most so many rollouts after its own. 0, the default, replays nothing. Needs `num_iterations` of 2 or
-            more. See docs/reuse.md.
+            at most so many rollouts after its own, and one more with `prefetch_rollouts`. 0, the default, replays
+            nothing. Needs `num_iterations` of 2 or more. See docs/reuse.md.
         prefetch_rollouts (`int`, *optional*, defaults to `0`):
             Rollouts that a vLLM server generates while the policy trains, 0 or 1. With 1, completions are one rollout
             old, so it is not the default. See docs/async.md.
@@ -300,6 +300,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     skip_inert_rows: bool = True
 
     def __post_init__(self):
+        """Check each field by itself, then what Transformers and TRL check, then combinations."""
         scaling = str(self.scale_rewards).lower()
         if scaling in ("true", "yes"):  # as command lines and recipes say it
             self.scale_rewards = "group"

@@ -190,8 +190,8 @@ class Need:
     purpose: str
     owner: str  # path of a class or module
     name: str
-    parameters: list[str] | None  # of a function; `None` for an attribute
-    read: list[str]  # those that the function must not ignore
+    parameters: list[str] | None  # parameters of a function; `None` for an attribute
+    read: list[str]  # parameters that the function must not ignore
 
     @property
     def path(self) -> str:
@@ -203,8 +203,8 @@ class Need:
 class Verdict:
     """How the installed releases differ from the tested ones, one line each."""
 
-    differences: list[str]  # with which the package works
-    breaks: list[str]  # with which it does not
+    differences: list[str]  # differences with which the package works
+    breaks: list[str]  # differences with which it does not
 
     @property
     def word(self) -> str:
@@ -248,6 +248,7 @@ def needs() -> Iterator[Need]:
 
 
 def _exists(need: Need) -> bool:
+    """Whether this release has a name: as an attribute, a field, or an attribute that a method sets or reads."""
     try:
         owner = resolve_name(need.owner)
     except (ImportError, AttributeError):
@@ -277,6 +278,7 @@ def _codes(function: Any) -> Iterator[CodeType]:
 
 
 def _strings_in_methods(owner: type) -> set[Any]:
+    """All constants in the methods of a class, such as the keys of dictionaries."""
     strings: set[Any] = set()
     for code in _codes_of_methods(owner):
         for constant in code.co_consts:
@@ -352,6 +354,7 @@ def _loaded(function: Any) -> set[str]:
 
 
 def _changed_parameters(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
+    """Parameters of a function that differ from those of the nearest tested release, as sentences."""
     function = resolve_name(need.path)
     now = parameters_of(function) if callable(function) else {}
     before = _nearest(now, tested)
@@ -398,6 +401,7 @@ _ABSENT = "absent"  # in place of a default, where a tested release has no such 
 
 
 def _changed_defaults(tested: Mapping[str, list[str]]) -> Iterator[str]:
+    """Fields of `GRPOConfig` that are new, or whose default no tested release has, as sentences."""
     now = config_defaults()
     for name in {**tested, **now}:
         default = now.get(name, _ABSENT)

@@ -75,7 +75,9 @@ def gather_samples(rollout: Batch, logps: Tensor | None, accelerator: Accelerato
 
 
 def own_samples(rollout: Batch, columns: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
-    """Of columns of all processes' completions, `[N]`, this process's, `[B]`, in float32 on its rollout's device."""
+    """
+    This process's part, `[B]`, of columns over all processes' completions, `[N]`: in float32, on its rollout's device.
+    """
     n_local = len(rollout["advantages"])
     first = n_local * accelerator.process_index
     local = slice(first, first + n_local)

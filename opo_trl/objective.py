@@ -311,17 +311,17 @@ class Targets:
 
 @dataclass(frozen=True)
 class Samples:
-    """B completions of a micro-batch, `[B]` each; of each token, `[B, T]`."""
+    """B completions of a micro-batch: tensors `[B]`, or `[B, T]` with a value for each token."""
 
-    logps: Tensor  # of each token under the policy; carries the gradient
-    anchor_logps: Tensor  # of each token under the behaviour policy
-    mask: Tensor  # of each token: whether it counts
+    logps: Tensor  # log-probability of each token under the policy; carries the gradient
+    anchor_logps: Tensor  # log-probability of each token under the behaviour policy
+    mask: Tensor  # whether each token counts
     target: Tensor
     mu: Tensor
     weights: Tensor  # importance weights of the sampler; 0 for excluded samples
-    age: Tensor  # in optimizer steps, of the behaviour policy
+    age: Tensor  # age of the behaviour policy in optimizer steps
     reused: bool  # whether several passes train on completions, or another policy has written them
-    steering: Tensor | None = None  # of each token: whether it has a ratio (`top_entropy_quantile`); `None`: all
+    steering: Tensor | None = None  # whether each token has a ratio (`top_entropy_quantile`); `None`: all have
     sampler_ratios: Tensor | None = None  # π_k/π_sampler of each token, or `[B, 1]` of completions; `None`: 1
 
     @classmethod
@@ -337,7 +337,7 @@ class Samples:
 
     @cached_property
     def log_ratios(self) -> Tensor:
-        """The same; 0 also for tokens that have no ratio."""
+        """Log-ratio of each token; 0 for those that do not count, and for those that have no ratio."""
         return self.token_log_ratios if self.steering is None else self.token_log_ratios.where(self.steering, 0.0)
 
     @cached_property
@@ -537,6 +537,7 @@ class OPO(Objective):
         return self.args.anchor_correction != "absorbed" or self.args.adaptive_temperature
 
     def targets(self, groups: Groups) -> Targets:
+        """Targets of complete groups, from escort weights and μ."""
         args = self.args
         temperature = self.temperature(groups)
         correction = {"absorbed": None, "length_normalized": groups.mean_logps, "sequence": groups.logps}
@@ -583,9 +584,9 @@ class OPO(Objective):
 
     def weights(self, samples: Samples) -> Tensor:
         """
-        Those of the sampler. In the paper's two forms, which have no ratio of their own, times min(pi / pi_k, 2) where
-        completions are reused or stale: one that the policy has made unlikely has almost no gradient. The weight stays
-        above 0, which would exclude the sample.
+        The sampler's weights. In the paper's two forms, which have no ratio of their own, times min(pi / pi_k, 2)
+        where completions are reused or stale: one that the policy has made unlikely has almost no gradient. The weight
+        stays above 0, which would exclude the sample.
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights

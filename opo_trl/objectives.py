@@ -57,6 +57,7 @@ class GRPO(Objective):
     clips = level
 
     def loss(self, samples: Samples) -> Loss:
+        """Loss of each sample from the losses of its tokens, and which share of them is clipped."""
         ratio, advantage = self.ratio(samples), samples.spread(samples.target)
         losses = self.token_losses(ratio, advantage, samples)
         if samples.sampler_ratios is not None and self.takes_sampler_ratios:
@@ -223,6 +224,9 @@ class TOPR(Objective):
         return dict.fromkeys((*of_escort_weights, *of_advantages), "push")
 
     def targets(self, groups: Groups) -> Targets:
+        """
+        The push of each completion, less the mean of its group: both drive and target. `ValueError` without rewards.
+        """
         args = self.args
         if args.push == "reward" and not groups.has_rewards:
             fix = "Return them from `_generate_and_score_completions`, `[B, number of reward functions]`"
@@ -239,6 +243,7 @@ class TOPR(Objective):
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:
+        """The ratio of each completion, within the bounds for the sign of its push; 0 excludes it."""
         log_ratio = self.reduce(samples.moved, samples)
         ratio = log_ratio.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP).exp()
         pushed_up = ratio.clamp(*self.args.positive_bounds)

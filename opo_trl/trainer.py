@@ -1,18 +1,23 @@
 """
 `OPOTrainer`: TRL's `GRPOTrainer` with rollouts that can be reproduced, and a loss that is an [`Objective`].
 
-A step, in its order:
+The sections of this file, after the set-up, follow a step:
 
-1. Prompts: their order, and the optimizer step that a completion serves, are functions of the seed
-   (`generation.prompt_order`, `updates.steps`).
-2. A rollout: TRL generates and scores; dynamic sampling replaces zero-variance groups; `_finish_rollout` gives each
-   completion its target. TRL's computation of the behaviour policy's log-probabilities is left out.
-3. Micro-batches: a [`Planner`] cuts the completions of each optimizer step. Those that need the behaviour policy's
-   log-probabilities get them here, in the shape of their micro-batch.
-4. The loss: the objective's of each completion, and what TRL's options add. It is a plain sum over completions, so
-   that it does not depend on how they are split into micro-batches and processes.
-5. The log: the completions' reports are gathered and logged under `opo/` (`metrics.step`).
-6. A checkpoint holds all that the rest of the run depends on, including the current rollout (`resume.checkpoint`).
+1. The order of the prompts (`_run_epoch`): it, and the optimizer step that a completion serves, are functions of the
+   seed (`generation.prompt_order`, `updates.steps`).
+2. A rollout (`_rollout`): TRL generates and scores (`_generate_once`); dynamic sampling replaces zero-variance groups;
+   `_finish_rollout` gives each completion its target. TRL's computation of the behaviour policy's log-probabilities
+   is left out. Log-probabilities have a section of their own (`_token_logps`).
+3. Micro-batches (`training_step`, `_next_micro_batches`): a [`Planner`] cuts the completions of each optimizer step
+   (`_micro_batches`). Those that need the behaviour policy's log-probabilities get them here, in the shape of their
+   micro-batch. The rollout, too, is made in `training_step`, and not in `_prepare_inputs` as in TRL.
+4. The loss (`_compute_loss`): the objective's of each completion (`_sample_losses`), and what TRL's options add. It is
+   a plain sum over completions, so that it does not depend on how they are split into micro-batches and processes.
+5. The log (`_log_step`, `log`): the completions' reports are gathered and logged under `opo/` (`metrics.step`).
+6. The end of a step (`_get_grad_norm`, `_maybe_log_save_evaluate`): a gradient that is not finite skips the step
+   (`resume.skipped_steps`), and a spent budget ends the run.
+7. A checkpoint (`_save_checkpoint`, `_restore`) holds all that the rest of the run depends on, including the current
+   rollout (`resume.checkpoint`).
 
 Overrides pass on keywords that they do not know (`named`): a later release of TRL may have more.
 """
@@ -64,7 +69,7 @@ from .models import adapter, reference
 from .models.frozen_base import FrozenBase
 from .objective import OPO, Groups, Objective, Samples, Targets, token_mean
 from .objectives import objective_named
-from .resume import checkpoint
+from .resume import checkpoint as checkpoints
 from .resume.interrupts import SaveOnInterrupt
 from .resume.skipped_steps import SkippedSteps
 from .reuse.conversations import tokenizer_of
@@ -144,9 +149,11 @@ class OPOTrainer(GRPOTrainer):
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _prefetch: Prefetch | None = None  # of the main process, with `prefetch_rollouts`
     _prompts_of_rows: prompt_ids.PromptsOfRows | None = None  # in a round of generation whose rows bring their tokens
-    _any_width: bool | None = None  # whether log-probabilities do not depend on padding; found before the first
+    _any_width: bool | None = None  # whether log-probabilities do not depend on padding; `None`: none computed yet
     _evaluated: list[Tensor]  # rewards of each batch of an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
+
+    # Set-up
 
     def __init__(
         self, model, reward_funcs=None, args: OPOConfig | None = None, train_dataset=None, eval_dataset=None, **options
@@ -263,7 +270,7 @@ class OPOTrainer(GRPOTrainer):
         """Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere."""
         args = self.args
         accelerator = self.accelerator
-        self._step = 0
+        self._step = 0  # calls of `training_step` so far, also by the run that is resumed
         # Micro-batches of each call of `training_step` in the current pass
         self._cut_pass: list[list[Batch]] | None = None
         if self._prefetch is not None:
@@ -277,9 +284,9 @@ class OPOTrainer(GRPOTrainer):
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         for unlogged in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             unlogged.clear()
-        self._advantages: Tensor | None = None  # of the current rollout, over all processes; NaN where invalid
-        self._advantage_range = 0.0  # highest less lowest
-        self._place = Place()
+        self._advantages: Tensor | None = None  # those of the current rollout, over all processes; NaN where invalid
+        self._advantage_range = 0.0  # highest advantage of the current rollout less the lowest
+        self._place = Place()  # place in the data after the prompts of the current rollout
         self.completions_generated = 0  # for training so far, over all processes
         self._target_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
@@ -293,6 +300,7 @@ class OPOTrainer(GRPOTrainer):
             self._prompt_stream = PromptStream(n_prompts, seed=args.seed, shuffle=self.shuffle_dataset)
 
     def _checked_args(self, model, args: OPOConfig | None, *, quantized: bool) -> OPOConfig:
+        """The configuration, or the defaults; `quantized`: whether the base model is loaded with packed weights."""
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{model_id.split('/')[-1]}-{self._name}")
@@ -313,7 +321,7 @@ class OPOTrainer(GRPOTrainer):
         return "train" if self.model.training else "eval"
 
     @property
-    def _checks(self) -> FirstStep:
+    def _first_step_checks(self) -> FirstStep:
         """Checks of the first rollout and optimizer step that train, with releases that have not been tested."""
         return self._first_step if self._first_step is not None and self._mode == "train" else NO_CHECKS
 
@@ -327,16 +335,30 @@ class OPOTrainer(GRPOTrainer):
         Train, from the beginning or from a checkpoint: its folder, `"last"` or `"auto"`; see
         [`resume.checkpoint.resolve`].
 
+        A run ends after `max_steps` or `num_train_epochs`, by a callback, or:
+
+        - with `max_completions`: `OPOTrainer._end_if_budget_is_spent`;
+        - by Ctrl-C: `resume/interrupts.py`, `SaveOnInterrupt.on_save`; another signal of `opo-trl train`:
+          `command/signals.py`;
+        - after too many skipped steps: `resume/skipped_steps.py`, `SkippedSteps.end_of_step`;
+        - by a reward that raises: `rewards/checked.py`, `checked_reward`; or rewards that fail to score half of a
+          round: `generation/failures.py`, `RewardFailures.add`;
+        - by a tool or an environment that exits: `OPOTrainer._generate_once`;
+        - with a vLLM server that no longer answers: `generation/vllm_server.py`, `watched`;
+        - by a check of the first rollout and step, with untested releases: `generation/first_step.py`,
+          `FirstStep._report`.
+
         Raises:
             `ValueError`: the checkpoint is not complete, or of a run with other settings; or no weight would be
                 trained.
             `KeyboardInterrupt`: Ctrl-C, when a checkpoint has been saved after the optimizer step.
         """
         check_trainable(self.model, self.optimizer)
-        folder = checkpoint.resolve(resume_from_checkpoint, self.args.output_dir)
-        state = None if folder is None else checkpoint.check_resumable(self, folder)
-        # Whether the checkpoint spends `max_completions`; and micro-steps of its last rollout that are over
-        self._is_spent = state is not None and checkpoint.has_spent_budget(self.args, state)
+        folder = checkpoints.resolve(resume_from_checkpoint, self.args.output_dir)
+        state = None if folder is None else checkpoints.check_resumable(self, folder)
+        # Whether the run of the checkpoint has generated `max_completions`, so that nothing is left to train
+        self._is_spent = state is not None and checkpoints.has_spent_budget(self.args, state)
+        # Micro-steps of the checkpoint's last rollout that are trained
         self._resumed_position = 0 if state is None else state["position"]
         self._begin()
         if state is not None:
@@ -366,21 +388,26 @@ class OPOTrainer(GRPOTrainer):
     # 1. The order of the prompts
 
     def _run_epoch(self, **named):
+        """
+        Train for an epoch of Transformers, which begins at `_place`, where the current rollout's prompts end.
+
+        - If nothing is left to train, the run stops.
+        - A dataset with a length has a sampler, which begins at the place. In the first epoch of this call of `train`,
+          Transformers skips the `steps_trained_in_current_epoch`, in micro-steps (calls of `training_step`): the
+          sampler puts as many in front.
+        - A stream of data has none: Transformers skips its beginning, and is told its epoch and how much to skip.
+        """
         # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps or self._is_spent:
+        if self.state.global_step >= self.state.max_steps or self._is_spent:  # the checkpoint spends `max_completions`
             self.control.should_training_stop = True
             return
         is_first = named["epoch"] == named["epochs_trained"]
         if self._sampler is not None:
-            # Transformers skips what it takes for trained, counted in optimizer steps of this run's size.
             skipped = named["steps_trained_in_current_epoch"] if is_first else 0
             self._sampler.begin(self._place, skipped=skipped)
         elif not has_length(self.train_dataset):
-            if is_first:  # Transformers takes all steps so far for steps of the first epoch
-                n_rollouts = self._place.prompts // self.args.prompts_per_rollout
-                n_left = -self._resumed_position % self.args.micro_steps_per_rollout  # of the last rollout
-                named["epoch"] = named["epochs_trained"] = self._place.epoch
-                named["steps_trained_in_current_epoch"] = n_rollouts * self.args.micro_steps_per_rollout - n_left
+            if is_first:
+                named |= self._counters_of_stream()
             else:
                 self._place = self._place.next_epoch()
                 named["epoch"] = self._place.epoch
@@ -388,7 +415,22 @@ class OPOTrainer(GRPOTrainer):
         if self.control.should_epoch_stop and self._sampler is not None:  # a callback drops the rest of the epoch
             self._place = self._place.next_epoch()
 
+    def _counters_of_stream(self) -> dict[str, int]:
+        """
+        Transformers' counters where a run begins or resumes in a stream of data, of which Transformers does not know
+        how long an epoch is: it takes all steps so far for steps of the first one. Steps are micro-steps.
+        """
+        n_rollouts = self._place.prompts // self.args.prompts_per_rollout  # in this epoch so far
+        # Micro-steps of the last rollout that are not trained yet; `_resumed_position` are those that are.
+        n_untrained = -self._resumed_position % self.args.micro_steps_per_rollout
+        return {
+            "epoch": self._place.epoch,
+            "epochs_trained": self._place.epoch,
+            "steps_trained_in_current_epoch": n_rollouts * self.args.micro_steps_per_rollout - n_untrained,
+        }
+
     def _get_train_sampler(self, dataset=None, **named):
+        """TRL's sampler, but as an [`EpochSampler`]."""
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
             self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset, **named))
         if self._first_step is not None:
@@ -418,10 +460,11 @@ class OPOTrainer(GRPOTrainer):
     # 2. A rollout
 
     def _generate(self, prompts: list, **named):
+        """What TRL's `_generate` returns for these prompts: tokens of prompts and completions first."""
         training = self.model.training
-        with self._clock.phase("generate"), self._sampled_by_its_fields(), self._checks.generating(prompts):
+        with self._clock.phase("generate"), self._sampled_by_its_fields(), self._first_step_checks.generating(prompts):
             generated = super()._generate(prompts, **named)
-        self._checks.note_generated(generated)
+        self._first_step_checks.note_generated(generated)
         if self.args.save_rollouts:
             self._recorded.generated = generated
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
@@ -456,7 +499,8 @@ class OPOTrainer(GRPOTrainer):
         """
         return self.args.save_rollouts or (self.use_vllm and self.vllm_importance_sampling_correction)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:  # a `Batch`
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        """A rollout of TRL, as a `Batch`, in as many rounds of generation as dynamic sampling needs."""
         rounds = self.args.max_sampling_rounds
         if self._mode == "eval" or rounds == 1:
             return self._generate_once(inputs)
@@ -503,7 +547,7 @@ class OPOTrainer(GRPOTrainer):
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
         rewards = scored.rewards
-        self._checks.check_rollout(inputs, entries, rewards, scored.completion_ids, self._tokenize_prompts)
+        self._first_step_checks.check_rollout(inputs, entries, rewards, scored.completion_ids, self._tokenize_prompts)
         rollout = carried(entries)
         n_local = len(rollout["advantages"])
         first = self.accelerator.process_index * n_local
@@ -551,96 +595,33 @@ class OPOTrainer(GRPOTrainer):
             rounding = rounding + rounding_here
         return torch.where(equal, rounding / 1e-8, 0.0)  # divided once per function, and their sum once more
 
-    @torch.no_grad()
-    def _policy_logps(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-        """
-        Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy as it is now: where it has
-        not moved yet, the behaviour policy's.
-        """
-        checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, checkpointing):
-            logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
-        return logps, entropies
-
-    @torch.no_grad()
-    def _reference_logps(self, rows: Batch) -> Tensor:
-        """Log-probabilities `[B, T]` of the completions' tokens under TRL's reference policy."""
-        reference: Any = self.ref_model
-        adapters: AbstractContextManager = nullcontext()
-        if reference is None:  # the policy with a copy of its first adapter, or without any
-            reference = self.model
-            policy: Any = self.accelerator.unwrap_model(self.model)
-            adapters = use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
-        checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        with adapters, disable_gradient_checkpointing(self.model, checkpointing):
-            logps, _, _ = self._token_logps(reference, rows)
-        return logps
-
-    def _token_logps(self, model, inputs: Batch, **options):
-        """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
-        if self.planner.balance:  # those of a checkpoint may be placed for another attention
-            model = shared_prompts.model_for(model, inputs)
-        ids, mask, width = model_inputs(inputs)
-        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **image_entries(inputs))
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
-    ):
-        if self._leaves_out_logps:
-            self._leaves_out_logps = False
-            zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-            return zeros, zeros, None
-        self._check_padding(input_ids, attention_mask, logits_to_keep)
-        logps = self._logps_of_trl
-        if batch_size is not None and self.planner.plans:
-            logps = partial(self.planner.score, logps)
-        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-
-    def _logps_of_trl(self, model, *inputs, **options):
-        if self._takes_positions:
-            model = partial(padding.with_positions, model)
-        with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
-            return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
-
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, **named):
+        """Rewards over all processes, `[N, number of functions]`: recorded ones, or by the reward functions."""
         recorded = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
         if recorded is not None:
             return self.accelerator.gather(recorded.to(self.accelerator.device))
-        with self._clock.phase("score"), checked(self), self._checks.scoring():
+        with self._clock.phase("score"), checked(self), self._first_step_checks.scoring():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
-        self._checks.check_rewards(rewards, completion_ids_list, inputs)
+        self._first_step_checks.check_rewards(rewards, completion_ids_list, inputs)
         if self._mode == "train":  # the log and the limit cover training only
             self._reward_failures.add(self.reward_funcs, len(completions), self.accelerator)
         return rewards
 
-    @cached_property
-    def _takes_positions(self) -> bool:
-        return padding.takes_positions(self.accelerator.unwrap_model(self.model))
-
-    def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
-        """
-        Before the first log-probabilities, find whether they depend on the width of a batch `[B, P + T]`, with T =
-        `width`. A model with images is taken as it is.
-        """
-        config = self.model.config
-        if self._any_width is not None or config.get_text_config() is not config:
-            return
-        self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
-        if not self._any_width:
-            self._takes_positions = False  # a model may scale positions by the largest one in a batch
-            padding.reject_other_widths(self.args)
-        vars(self).pop("planner", None)  # what it plans depends on what has been found now
-
     def _finish_rollout(self, rollout: Batch) -> Batch:
-        """Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it."""
+        """
+        Add what is computed from a rollout, once no override of `_generate_and_score_completions` can change it:
+        targets (`_targets`), the behaviour policy's log-probabilities if several passes train on the rollout, whether
+        the policy itself has sampled each completion (`opo_own`), and after which optimizer step (`opo_step`).
+        """
         # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
         # micro-batches of another shape.
         logps = rollout.pop("opo_logps", None)
         entropies = None
         self._policy_is_behaviour = "old_per_token_logps" not in rollout
+        # Completions that the policy as it is now has sampled
         by_policy = torch.full_like(rollout["advantages"], self._policy_is_behaviour, dtype=torch.bool)
         sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
-        if sampled_elsewhere and not self._skipped.moved_at:
+        if sampled_elsewhere and not self._skipped.moved_at:  # no step has moved the policy yet
             by_policy = self._recognize_policy(rollout)
         logps = rollout.get("old_per_token_logps", logps)
         policy_logps = partial(self._policy_logps, rollout, batch_size=self.args.per_device_train_batch_size)
@@ -653,7 +634,7 @@ class OPOTrainer(GRPOTrainer):
             rollout["old_per_token_logps"] = policy_logps()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
         rollout["opo_own"] = by_policy
-        # The optimizer step at which the policy is the behaviour policy; that of recorded completions is older.
+        # Recorded completions of another policy are at least one step old.
         rollout["opo_step"] = self._sampled_at() - (~by_policy & self._replays_recorded).float()
         if entropies is not None and self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
@@ -682,7 +663,10 @@ class OPOTrainer(GRPOTrainer):
         return by_policy
 
     def _sampled_at(self) -> int:
-        """Number of optimizer steps before the rollout was sampled; with `prefetch_rollouts`, earlier than now."""
+        """
+        Number of optimizer steps before the rollout was sampled: with `prefetch_rollouts`, those before it was asked
+        for, which only the main process knows.
+        """
         if not self.args.prefetch_rollouts or self._mode == "eval":
             return self.state.global_step
         asked_at = None if self._prefetch is None else self._prefetch.asked_at
@@ -735,7 +719,7 @@ class OPOTrainer(GRPOTrainer):
         if self._mode == "eval":
             return
         if self.state.global_step == 0 and not targets.target.any():
-            # Of recorded rewards, a warning on loading says why.
+            # A question about prompts does not fit recorded rewards, of which a warning on loading says why.
             question = "Do prompts ask for what the reward reads, such as an answer in \\boxed{}? "
             logger.warning_once(
                 "The rewards of all groups are equal, so no completion has a learning signal in the first rollout. "
@@ -744,6 +728,81 @@ class OPOTrainer(GRPOTrainer):
         advantages = groups.advantages
         self._advantages = advantages.where(groups.valid, torch.nan)
         self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
+
+    # Log-probabilities
+
+    @torch.no_grad()
+    def _policy_logps(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+        """
+        Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy as it is now: where it has
+        not moved yet, the behaviour policy's.
+        """
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.model, checkpointing):
+            logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
+        return logps, entropies
+
+    @torch.no_grad()
+    def _reference_logps(self, rows: Batch) -> Tensor:
+        """Log-probabilities `[B, T]` of the completions' tokens under TRL's reference policy."""
+        reference: Any = self.ref_model
+        adapters: AbstractContextManager = nullcontext()
+        if reference is None:  # the policy with a copy of its first adapter, or without any
+            reference = self.model
+            policy: Any = self.accelerator.unwrap_model(self.model)
+            adapters = use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None)
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with adapters, disable_gradient_checkpointing(self.model, checkpointing):
+            logps, _, _ = self._token_logps(reference, rows)
+        return logps
+
+    def _token_logps(self, model, inputs: Batch, **options):
+        """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
+        # Micro-batches of a checkpoint may be arranged to compute prompts once, where this run's attention cannot.
+        if self.planner.balance is not None:
+            model = shared_prompts.model_for(model, inputs)
+        ids, mask, width = model_inputs(inputs)
+        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **image_entries(inputs))
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
+    ):
+        """TRL's log-probabilities, entropies and auxiliary loss; zeros if `_generate` knows that none reads them."""
+        if self._leaves_out_logps:
+            self._leaves_out_logps = False
+            zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
+            return zeros, zeros, None
+        self._check_padding(input_ids, attention_mask, logits_to_keep)
+        logps = self._logps_of_trl
+        if batch_size is not None and self.planner.plans:
+            logps = partial(self.planner.score, logps)
+        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
+
+    def _logps_of_trl(self, model, *inputs, **options):
+        """Log-probabilities, entropies and auxiliary loss by TRL's own pass, timed unless it is part of the loss."""
+        if self._takes_positions:
+            model = partial(padding.with_positions, model)
+        with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
+            return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        """Whether the policy gets the positions of tokens, counted without padding."""
+        return padding.takes_positions(self.accelerator.unwrap_model(self.model))
+
+    def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
+        """
+        Before the first log-probabilities, find whether they depend on the width of a batch `[B, P + T]`, with T =
+        `width`. A model with images is taken as it is.
+        """
+        config = self.model.config
+        if self._any_width is not None or config.get_text_config() is not config:
+            return
+        self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
+        if not self._any_width:
+            self._takes_positions = False  # a model may scale positions by the largest one in a batch
+            padding.reject_other_widths(self.args)
+        vars(self).pop("planner", None)  # what it plans depends on what has been found now
 
     # 3. Micro-batches
 
@@ -754,14 +813,14 @@ class OPOTrainer(GRPOTrainer):
             self._window_start = self._step
         # Calls of `training_step`, including this one, until the policy moves
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
-        index, place = divmod(self._step, args.micro_steps_per_rollout)
+        index, place = divmod(self._step, args.micro_steps_per_rollout)  # number of the rollout, and calls that use it
         if place == 0:
             self._place = self._place.after_rollout(args.prompts_per_rollout, self._n_prompts)
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
             self._replay.add(rollout, self._advantages)
-        passed, place = divmod(place, args.steps_per_generation)
+        passed, place = divmod(place, args.steps_per_generation)  # passes over the rollout, and calls in this one
         if place == 0:
             rows = self._rows_of_pass(index, passed)
             if passed + 1 == args.num_iterations and not args.max_staleness:
@@ -772,7 +831,11 @@ class OPOTrainer(GRPOTrainer):
         return self._cut_pass[place]
 
     def _rows_of_pass(self, index: int, passed: int) -> Batch:
-        """This process's completions in a pass over the rollout of this index, after `passed` passes over it."""
+        """
+        This process's completions of one more pass over the run's rollout number `index`, which has had `passed`
+        passes. An objective may scale its loss by all completions of the pass (`scales_by_pass`): where they come from
+        several rollouts, that factor is computed here.
+        """
         rows = self._replay.rows_of_pass(index, passed)
         if passed and self.args.max_staleness and self.policy_objective.scales_by_pass:
             lengths = self.accelerator.gather(completion_tokens(rows).sum(dim=1)).double()
@@ -798,7 +861,9 @@ class OPOTrainer(GRPOTrainer):
             self.args,
             self.accelerator,
             communicates=sharded,
-            balance=None if self.aux_loss_enabled else shared_prompts.balance(policy),
+            # `None`: prompts are not computed once for their completions, as the model, or the router's loss over all
+            # tokens that a pass computes, may need each completion with a prompt of its own.
+            balance=None if self.aux_loss_enabled else shared_prompts.attention_balance(policy),
             # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
             plans=(
                 self.args.plan_micro_batches
@@ -817,8 +882,9 @@ class OPOTrainer(GRPOTrainer):
         """
         self._check_padding(*model_inputs(steps[0]))
         # `_any_width`: whether log-probabilities are the same on a padded completion.
-        self._checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
+        self._first_step_checks.check_logps(steps[0], self._logps_of_trl, is_padded=bool(self._any_width))
         n_calls = self.args.steps_per_generation // len(steps)  # calls of `training_step` in an optimizer step
+        # An optimizer step is on-policy if the policy does not move before its last call.
         on_policy = [(number + 1) * n_calls <= until_update for number in range(len(steps))]
         self._mark_at_rest(steps)
         for rows, is_on_policy in zip(steps, on_policy, strict=True):
@@ -870,7 +936,7 @@ class OPOTrainer(GRPOTrainer):
         for micro_batch in micro_batches:
             logps_of_trl = micro_batch["ref_per_token_logps"]
             micro_batch["ref_per_token_logps"] = self._reference_logps(micro_batch)
-            self._checks.check_reference(logps_of_trl, micro_batch)
+            self._first_step_checks.check_reference(logps_of_trl, micro_batch)
 
     def _cut_anew(self, steps: list[Batch]) -> list[list[Batch]]:
         """Micro-batches of a pass, of which a checkpoint holds these last steps, divided otherwise than before."""
@@ -953,7 +1019,7 @@ class OPOTrainer(GRPOTrainer):
         self._reports += reports
         loss = loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
         if not self._loss_is_overridden:
-            self._checks.note_backward(loss)
+            self._first_step_checks.note_backward(loss)
         return loss
 
     def _sample_losses(self, inputs: Batch, logps: Tensor, entropies: Tensor) -> tuple[Tensor, SampleReport]:
@@ -1060,6 +1126,7 @@ class OPOTrainer(GRPOTrainer):
             self._metrics[mode][name].append(value)
 
     def log(self, logs: dict[str, float], start_time: float | None = None, **named) -> None:
+        """As in TRL; an entry of training steps (`grad_norm`) also gets times, and counts of failures and skips."""
         if "grad_norm" in logs:
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
@@ -1071,73 +1138,83 @@ class OPOTrainer(GRPOTrainer):
             metrics["opo/skipped_steps"].append(self._skipped.total)
         super().log(logs, start_time, **named)
 
-    # End of a step
+    # 6. The end of a step
 
     @property
     def rollout_is_used_up(self) -> bool:
         """Whether the next optimizer step needs a new rollout."""
-        return checkpoint.needs_rollout(self.args, self._step)
+        return checkpoints.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
+        """Norm of the gradient of an optimizer step, for the log; a gradient that is not finite is dropped."""
         if self._window_start is not None:
-            self._checks.check_step(self._step - self._window_start)
-        if self._checks.is_complete:
+            self._first_step_checks.check_step(self._step - self._window_start)
+        if self._first_step_checks.is_complete:
             self._first_step = None
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *args, **named):
-        limit = self.args.max_completions
-        is_spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
-        if is_spent and not self.control.should_training_stop:  # at the end of the epoch it is set, and all is saved
-            # End the run after this step, and log, save and evaluate what Transformers does at the last of `max_steps`
-            last = replace(self.state, max_steps=self.state.global_step)
-            DefaultFlowCallback().on_step_end(self.args, last, self.control)
-            self.control.should_log = True
+        self._end_if_budget_is_spent()
         with self._skipped.end_of_step(self):
             super()._maybe_log_save_evaluate(*args, **named)
 
-    # 6. A checkpoint: saving and loading, in the order of Transformers
+    def _end_if_budget_is_spent(self) -> None:
+        """After this optimizer step, end a run that has generated `max_completions` and trained on them."""
+        limit = self.args.max_completions
+        is_spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
+        # Transformers calls this again at the epoch's end: by then the stop is set and the checkpoint written.
+        if not is_spent or self.control.should_training_stop:
+            return
+        # End the run here. Transformers decides what to save and evaluate after a last step, so it is shown a state in
+        # which this is the last.
+        last = replace(self.state, max_steps=self.state.global_step)
+        DefaultFlowCallback().on_step_end(self.args, last, self.control)
+        self.control.should_log = True
+
+    # 7. A checkpoint: saving and loading, in the order of Transformers
 
     def _save_checkpoint(self, model, trial, **named):
-        with checkpoint.saving(self, Path(self._get_output_dir(trial))):
+        with checkpoints.saving(self, Path(self._get_output_dir(trial))):
             super()._save_checkpoint(model, trial, **named)
 
     def _save_rng_state(self, output_dir: str, **named):
+        """Write the random states, the last that each process writes, and this process's own state beside them."""
         super()._save_rng_state(output_dir, **named)
         folder = Path(output_dir)
-        checkpoint.save_state(folder, self.accelerator.process_index, self._state())
+        checkpoints.save_state(folder, self.accelerator.process_index, self._state())
         if self.args.sync_ref_model:
-            checkpoint.MovingReference(self).save(folder)
+            checkpoints.MovingReference(self).save(folder)
         self.accelerator.wait_for_everyone()  # what is written after this says that the checkpoint is complete
 
     def _load_rng_state(self, checkpoint: str | None, **named):
-        super()._load_rng_state(checkpoint, **named)
+        super()._load_rng_state(checkpoint, **named)  # the last thing that Transformers loads
         if checkpoint is not None:
-            self._restore(Path(checkpoint))
+            self._restore(Path(checkpoint))  # everything else is restored here
 
     @torch.no_grad()
     def _restore(self, folder: Path) -> None:
+        """Go on from the state in a checkpoint's folder, also if this run divides it among other processes."""
         process = self.accelerator.process_index
-        state = checkpoint.load_state(folder, process)
+        state = checkpoints.load_state(folder, process)
         saved = state["settings"]
         current = self.current_settings
-        changes = checkpoint.changes_of_cut(saved, current)
+        changes = checkpoints.changes_of_cut(saved, current)
         if changes:
             self.accelerator.print(f"Resuming with {', '.join(changes)}.")
-            state = checkpoint.divided_state(folder, current, process)
+            state = checkpoints.divided_state(folder, current, process)
         if saved["processes"] != current["processes"]:
-            checkpoint.draw_random_state(self.args.seed, self.state.global_step, process)
+            checkpoints.draw_random_state(self.args.seed, self.state.global_step, process)
         self._load_state(state, is_divided=bool(changes))
         if self.args.sync_ref_model:
-            checkpoint.MovingReference(self).load(folder)
+            checkpoints.MovingReference(self).load(folder)
 
     @property
     def current_settings(self) -> dict[str, Any]:
         """Settings that determine the rest of a run, for a checkpoint to compare."""
         # Recorded rollouts as they were loaded: what is added depends on the number of processes, up to rounding.
         data = self.train_dataset if self._recorded is None else self._recorded.dataset
-        return checkpoint.settings_of(self, name=self._name, optimizer=self._optimizer_class, data=data)
+        return checkpoints.settings_of(self, name=self._name, optimizer=self._optimizer_class, data=data)
 
     def _state(self) -> dict[str, Any]:
         """What this process needs to resume exactly, besides weights, optimizer, schedule and random states."""
@@ -1192,6 +1269,7 @@ class OPOTrainer(GRPOTrainer):
         }
 
     def _load_log_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of [`~OPOTrainer._log_state`]."""
         self._globalstep_last_logged = state["last_step"]
         for mode, metrics in state["metrics"].items():
             self._metrics[mode].update(metrics)

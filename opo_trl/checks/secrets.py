@@ -74,6 +74,7 @@ class Masked:
         return mask(super().to_dict())  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
+        """A copy of the fields, with secrets masked, for whatever writes them to disk."""
         settings = dict(vars(self))
         for name, value in settings.items():
             if isinstance(value, str | dict):

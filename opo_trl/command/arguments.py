@@ -146,6 +146,7 @@ class OPOScriptArguments(ScriptArguments):
     accelerate_config: str | None = None
 
     def __post_init__(self):
+        """Check the fields, and fill in the defaults that depend on the dataset."""
         check_fields(self)
         if self.dataset_streaming:  # of TRL's scripts
             raise ValueError("dataset_streaming=True has no effect: datasets are loaded completely. Remove it.")

@@ -68,6 +68,7 @@ class ProgressBar(ProgressCallback):
         self.latest: dict[str, str] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Begin the bar; with `max_completions`, it is as long as the steps that these last for."""
         super().on_train_begin(args, state, control, **kwargs)
         if self.training_bar is not None and args.max_completions is not None:
             rollouts = math.ceil(args.max_completions / args.generation_batch_size)
@@ -75,6 +76,7 @@ class ProgressBar(ProgressCallback):
             self.training_bar.reset(total=min(state.max_steps, steps))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        """Show the latest value of each metric beside the bar."""
         if state.is_world_process_zero and self.training_bar is not None:
             for metric, label in _SHOWN.items():
                 if logs.get(metric) is not None:
@@ -89,6 +91,7 @@ class NewRate(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        """Scale the learning rate of the restored optimizer and schedule, if this run has another one, and say so."""
         schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
         rates = {*getattr(schedule, "base_lrs", ())}
         if not state.global_step or len(rates) != 1 or args.learning_rate in rates:
@@ -120,6 +123,7 @@ class ReportBefore(TrainerCallback):
         self.seconds = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
+        """Measure if nothing is trained yet, and write and print what has been measured."""
         started = time.perf_counter()
         if "before" not in self.summary and state.global_step == 0:
             self.summary["before"] = measure(self.trainer, self.data, self.samples)
@@ -154,6 +158,7 @@ class Validation(TrainerCallback):
             control.should_log = should_log  # logging clears the flag, and the step's own entry is still to come
 
     def _validate(self, state):
+        """Evaluate the policy, log its accuracy, and keep the first completions."""
         result = evaluate(self.trainer, self.dataset, decoding=self.decoding, seed=state.global_step)
         summary = result.summary()
         metrics = {f"validation/{name}": summary[name] for name in ("accuracy", "low", "high", "unscorable")}

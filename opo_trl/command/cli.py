@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
+    """Run a command other than `train`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="opo-trl",
         description="Orthogonalized Policy Optimization on TRL.",

@@ -117,6 +117,7 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
         return to_prompts(problems, style=cast(Style, style), instruction=str(script.instruction))
 
     def held_out(levels: list[str] | None, size: int | None) -> Dataset:
+        """Problems of the test split, or of the part that was held out, at most `size`, none of them trained on."""
         levels = None if levels == [ALL] else levels
         if parts:
             test = parts["test"]

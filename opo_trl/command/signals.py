@@ -60,6 +60,9 @@ def pass_on_signals() -> None:
     """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and let them end by themselves."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        """
+        Send a signal to the processes that were started; without any, exit as the signal would have ended this one.
+        """
         if not (started := psutil.Process().children()):
             sys.exit(128 + number)
         for process in started:

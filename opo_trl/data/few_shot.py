@@ -46,6 +46,7 @@ def _ask_for_sum(numbers: Numbers) -> str:
 
 
 def _draw_four(rng: random.Random) -> Numbers:
+    """Four random numbers of one to three digits."""
     # Numbers of one to three digits, so that often more than one is long.
     numbers = []
     for _ in range(4):

@@ -84,6 +84,7 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _read(file: Path) -> Dataset:
+    """The rows of a file as a dataset; a column that a row lacks is `None`. `ValueError` if it cannot be read."""
     if file.suffix == ".parquet":
         return Dataset(ParquetFile(file).read())
     content = file.read_bytes()

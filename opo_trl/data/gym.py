@@ -111,6 +111,7 @@ def _scorer(key: str) -> Any:
 
 
 def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
+    """Score of an answer by Reasoning Gym, without what the scorer prints; 0 if it raises or is not finite."""
     forbid()  # after the scorer was imported
     try:
         with contextlib.redirect_stdout(io.StringIO()):

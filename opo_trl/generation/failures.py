@@ -28,6 +28,9 @@ class RewardRecorder:
         self._calculate = calculate
 
     def __call__(self, inputs, prompts, completions, completion_ids_list, **named):
+        """
+        Rewards, `[N, number of functions]`, which are noted with the completions' tokens; infinite ones become NaN.
+        """
         rewards = self._calculate(inputs, prompts, completions, completion_ids_list, **named)
         if rewards.isinf().any():
             logger.warning("Infinite rewards count as unscored. Fix the function, or have it return None.")

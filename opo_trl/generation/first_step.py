@@ -36,7 +36,7 @@ Tokenizer = Callable[[list[Any]], tuple[list[Tokens], ...]]
 LogpFunction = Callable[..., tuple[Tensor, ...]]
 
 _LONGEST = 24  # tokens of a prompt and of a completion whose logits are computed
-_CHECKED_COMPLETIONS = 4  # of which logits are computed
+_CHECKED_COMPLETIONS = 4  # number of completions whose logits are computed
 
 
 class FirstStep:
@@ -355,8 +355,8 @@ class FirstStep:
     @torch.no_grad()
     def _logp_problems(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, n_padding: int) -> Iterator[str]:
         """
-        Of the longest completions, cut to a few tokens and padded by `n_padding` columns on each side: models whose
-        log-probabilities by TRL differ from those of their logits.
+        Models whose log-probabilities by TRL differ from those of their logits, for the longest completions, cut to a
+        few tokens and padded by `n_padding` columns on each side.
         """
         trainer = self.trainer
         models = {"the model": trainer.model}
@@ -374,8 +374,8 @@ class FirstStep:
         self, model: Any, prompt: Tensor, completion: Tensor, logps_of_trl: LogpFunction, n_padding: int
     ) -> Iterator[str]:
         """
-        The same for the tokens of one completion under one model. A problem is the beginning of a sentence, which ends
-        with the model's name.
+        Whether TRL's log-probabilities of the tokens of one completion differ from those of one model's logits. A
+        problem is the beginning of a sentence, which ends with the model's name.
         """
         trainer = self.trainer
         if not len(completion):  # all are masked

@@ -36,9 +36,9 @@ class Prefetch:
         self._generate = generate
         self._next_prompts = next_prompts
         self._step = step
-        self._answer: Future[dict[str, Any]] | None = None
-        self._request: dict[str, Any] = {}
-        self._next_asked_at = 0
+        self._answer: Future[dict[str, Any]] | None = None  # to the request made in advance; `None`: there is none
+        self._request: dict[str, Any] = {}  # that request
+        self._next_asked_at = 0  # number of optimizer steps when it was made
         self.asked_at = 0
 
     def generate(self, **request: Any) -> dict[str, Any]:
@@ -69,6 +69,7 @@ class Prefetch:
         self._answer = None
 
     def _ask(self, request: dict[str, Any]) -> None:
+        """Make a request in a thread; `_answer` gets what the server returns."""
         answer: Future[dict[str, Any]] = Future()
 
         def ask() -> None:

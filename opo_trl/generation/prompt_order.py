@@ -55,8 +55,8 @@ class Place:
 class EpochSampler(RepeatSampler):
     """TRL's RepeatSampler, which would begin with the first epoch's order wherever a run is resumed."""
 
-    start = Place()  # of the next iteration
-    skipped = 0  # micro-steps with which it begins
+    start = Place()  # place in the data at which the next iteration begins
+    skipped = 0  # number of micro-steps with which it begins, and whose prompts nobody reads
 
     def begin(self, place: Place, *, skipped: int) -> None:
         """
@@ -82,6 +82,7 @@ class EpochSampler(RepeatSampler):
             first = 0
 
     def _order(self, epoch: int) -> list[int]:
+        """Order of all prompts in an epoch: TRL's, which depends on the seed and the number of the epoch."""
         if not self.shuffle:
             return list(range(self.num_samples))
         self.generator.manual_seed(self.seed)
@@ -102,7 +103,7 @@ class PromptStream:
         self.n_prompts = n_prompts
         self.seed = seed
         self.shuffle = shuffle
-        self.position = 0  # of the next prompt
+        self.position = 0  # number of prompts that have been drawn, over all epochs
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, for [`~PromptStream.load_state_dict`]."""

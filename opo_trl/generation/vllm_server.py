@@ -46,6 +46,7 @@ def watched(url: str) -> Iterator[None]:
 
 
 def _watch(url: str, done: threading.Event) -> None:
+    """Until `done`, end this process if the server has not answered for [`PATIENCE`] seconds."""
     answered = time.monotonic()
     while not done.wait(PERIOD):
         if answers(url):

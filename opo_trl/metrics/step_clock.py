@@ -64,6 +64,7 @@ class StepClock(TrainerCallback):
         return {name: value / n_steps for name, value in seconds.items()}
 
     def _enter(self, name: str | None) -> None:
+        """Begin a phase, and note the time of the one that ends; `None` is no phase."""
         now: Any = time.perf_counter()
         if self._on_gpu:
             now = torch.cuda.Event(enable_timing=True)

@@ -34,6 +34,7 @@ class FrozenBase(ContextDecorator):
         self._copies: list[tuple[nn.Parameter, Tensor]] | None = None  # of the weights that a merge changes
 
     def __enter__(self) -> None:
+        """Shard again what FSDP2 has left gathered, and copy the base weights to the host the first time."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -294,6 +294,7 @@ _NOT_FINITE = {
 
 
 def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
+    """A verdict on a metric that is not a number in some entries of a log; `None` if it always is one."""
     are_nan = [math.isnan(number(entry, metric)) for entry in log if metric in entry]
     if not any(are_nan):
         return None

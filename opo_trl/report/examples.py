@@ -23,7 +23,9 @@ class Example:
 
 
 def examples(entries: Sequence[Mapping[str, Any]]) -> list[Example]:
-    """Of the entries of a run's `completions.jsonl`, those to show. One without a score counts as the worst."""
+    """
+    The completions to show, from the entries of a run's `completions.jsonl`. One without a score counts as the worst.
+    """
     if not entries:
         return []
     steps = [entry["step"] for entry in entries]
@@ -44,6 +46,7 @@ def _score(entry: Mapping[str, Any]) -> float:
 
 
 def _example(entry: Mapping[str, Any]) -> Example:
+    """A completion of a run as the report shows it: step, reward, and the beginning of its texts."""
     score = _score(entry)
     return Example(
         step=entry["step"],

@@ -42,6 +42,7 @@ class SaveOnInterrupt(TrainerCallback):
         return self
 
     def __exit__(self, error: object, *_: object) -> None:
+        """Restore the handlers; a signal that came after the last step is raised again."""
         self.trainer.remove_callback(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -54,6 +55,7 @@ class SaveOnInterrupt(TrainerCallback):
         return [signal.SIGINT] if is_default and threading.current_thread() is threading.main_thread() else []
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal and say what follows; the handler that Python calls."""
         if self._received:
             self._receive_again(number, frame)
             return
@@ -71,6 +73,7 @@ class SaveOnInterrupt(TrainerCallback):
             signal.default_int_handler(number, frame)
 
     def on_step_end(self, args, state, control, **kwargs):
+        """Agree with all processes whether one has received a signal; if so, have a checkpoint saved."""
         accelerator = self.trainer.accelerator
         self._agreed = self._received
         if accelerator.num_processes > 1:
@@ -79,6 +82,7 @@ class SaveOnInterrupt(TrainerCallback):
         control.should_save = control.should_save or self._agreed > 0
 
     def on_save(self, args, state, control, **kwargs):
+        """End the run, if the checkpoint was saved because of a signal."""
         if self._agreed:
             # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()

@@ -39,9 +39,9 @@ class SkippedSteps:
     def __init__(self, args: Any, accelerator: Accelerator, optimizer: Any):
         self.args = args
         self.accelerator = accelerator
-        self.total = 0
-        self.in_a_row = 0
-        self.moved_at = 0
+        self.total = 0  # skipped steps of the run
+        self.in_a_row = 0  # skipped steps since the last one that was not
+        self.moved_at = 0  # number of the last optimizer step that may have moved the policy, counted from 1
         # Whether the optimizer may hold momentum, which moves the policy also in steps without a gradient
         self.had_gradient = optimizer is not None and _has_state(optimizer)
         self._schedule_due = False  # whether the learning rate may have missed a skipped step

@@ -30,12 +30,13 @@ class ReplayBuffer:
     """
 
     max_staleness: int  # number of rollouts that are kept besides the current one
-    num_generations: int
-    seed: int  # of the draws
+    num_generations: int  # completions of a group
+    seed: int  # seed of the draws
     process: int  # index of this process
 
     def __post_init__(self):
         self.rollouts: deque[Batch] = deque(maxlen=self.max_staleness + 1)  # the oldest first
+        # For each of these rollouts, which of its groups, over all processes, have advantages that differ
         self.useful: deque[list[bool]] = deque(maxlen=self.max_staleness + 1)
 
     def add(self, rollout: Batch, advantages: torch.Tensor) -> None:
@@ -78,7 +79,7 @@ class ReplayBuffer:
         for index in np.unique(rollout_of_sample):
             samples = np.flatnonzero(rollout_of_sample == index)
             drawn.append(take(self.rollouts[index], samples))
-        # They are in the order of the rollouts; each goes back to its place.
+        # The completions are in the order of the rollouts; each goes back to its place.
         order = np.argsort(rollout_of_sample, kind="stable")
         inverse = np.argsort(order)  # where each completion of the pass is in the joined batch
         return take(concatenate(drawn), inverse)

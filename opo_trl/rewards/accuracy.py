@@ -175,6 +175,7 @@ def _parse(latex: str) -> list[Any] | None:
 
 
 def _read(latex: str) -> list[Any]:
+    """What math-verify's parser makes of an answer, the mathematics first; empty if it cannot be parsed."""
     content = notation.without_differentials(latex)
     parsed = parse(f"\\boxed{{{content}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None)
     if parsed:

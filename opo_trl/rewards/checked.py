@@ -44,6 +44,7 @@ def checked_reward(reward: Any, name: str) -> Any:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
+    """Within this context, any error becomes a [`RewardError`] that names the function."""
     try:
         yield
     except (Exception, SystemExit) as error:

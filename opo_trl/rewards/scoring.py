@@ -108,6 +108,7 @@ class IsolatedReward(CountingReward):
         return functools.partial(IsolatedReward, self.reward, self.workers, self.timeout, self.memory), ()
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Score each completion in a worker: its reward, or `None` if that failed. `columns` are the dataset's."""
         n_completions = len(completions)
         arguments = {"completions": completions}
         for name, column in columns.items():
@@ -126,6 +127,7 @@ class IsolatedReward(CountingReward):
         return [None if isinstance(outcome, str | Exception) else outcome for outcome in outcomes]
 
     def _count_failures(self, outcomes: Sequence[Any]) -> None:
+        """Count completions that took too long or failed, in `timeouts` and `errors`, and warn of them."""
         errors: list[str] = []
         self.timeouts = 0
         for outcome in outcomes:
@@ -144,7 +146,7 @@ class IsolatedReward(CountingReward):
             )
 
     def _outcomes(self, calls: Sequence[dict[str, list[Any]]]) -> list[Any]:
-        """Of each call, given by its arguments, a score, an error's message, or an exception of the pool."""
+        """For each call, given by its arguments: a score, an error's message, or an exception of the pool."""
         pool = self._running_pool()
         futures = [pool.schedule(_pass_on, (self.reward, call), timeout=self.timeout) for call in calls]
         for future in futures:
@@ -153,6 +155,7 @@ class IsolatedReward(CountingReward):
         return [_outcome(future) for future in futures]
 
     def _running_pool(self) -> ProcessPool:
+        """The pool of workers, started if there is none. `RewardError` if it does not start."""
         if self._pool is not None and self._pool.active:
             return self._pool
         self.close()
@@ -205,6 +208,7 @@ class _Process(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj):
+        """Start a worker while the main module is hidden, which the worker would import otherwise."""
         with _hiding:
             main = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")

@@ -37,7 +37,7 @@ class Completion:
 
 
 def chosen(logps: Tensor, completion: Completion) -> Tensor:
-    """Of log-probabilities `[T, V]`, those of the completion's tokens, `[T]`."""
+    """Log-probabilities of the completion's tokens, `[T]`, among those of the vocabulary, `[T, V]`."""
     return logps.gather(1, torch.tensor(completion.tokens)[:, None]).squeeze(1)
 
 

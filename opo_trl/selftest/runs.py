@@ -155,6 +155,7 @@ class Recording:
     """A trainer that records its rollouts, and of each optimizer step weights and gradient."""
 
     def record(self: Any) -> Any:
+        """Begin to record; returns the trainer."""
         self.initial = weights_of(self.model)
         self.rollouts: list[tuple[Weights, dict[str, Any]]] = []  # with the weights of the policy that has sampled it
         self.steps: list[tuple[Weights, dict[str, Tensor]]] = []
@@ -163,6 +164,8 @@ class Recording:
 
 
 class _BeforeOptimizer(TrainerCallback):
+    """Notes weights and gradients before each step of the optimizer."""
+
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
@@ -326,7 +329,7 @@ def completions_of(trainer: Any, rollout: dict[str, Any]) -> list[Completion]:
 
 
 def largest_difference(logps: Tensor, reference: Reference, weights: Weights) -> float:
-    """Of log-probabilities `[B, T]` of a rollout's tokens, among those that count; NaN if one is NaN."""
+    """Largest difference of log-probabilities `[B, T]`, of tokens that count, to the reference; NaN if one is NaN."""
     differences = []
     for logps_of_completion, completion in zip(logps, reference.completions, strict=True):
         exact = chosen(reference.logps(weights, completion), completion)

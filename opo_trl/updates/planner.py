@@ -31,7 +31,8 @@ class Planner:
     args: OPOConfig
     accelerator: Accelerator
     communicates: bool  # whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP
-    balance: float | None = None  # of the policy, if it can compute a prompt once for its completions (`Prompts`)
+    # What attention costs in the policy (`shared_prompts.attention_balance`); `None`: prompts are not shared
+    balance: float | None = None
     plans: bool = True  # whether micro-batches may have other widths than the rollout
 
     def micro_batches(self, steps: Sequence[Batch], left_out: Iterable[Tensor]) -> Iterator[list[Batch]]:
@@ -79,12 +80,12 @@ class Planner:
         # If any process has images, none cuts: under ZeRO-3 or FSDP each pass is a collective call.
         if not info.exchangeable.all():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-        balance = None
-        # Where a quantile of entropies decides, those of equal contexts must be equal to the bit, as they are in rows
-        # of their own.
+        balance = None  # each completion is computed with a prompt of its own
+        # Where a quantile of entropies decides, entropies of equal contexts must be equal to the bit, as they are in
+        # rows of their own.
         if self.balance is not None and self.args.top_entropy_quantile == 1.0:
-            # The model may be another one than the policy.
-            balance = shared_prompts.balance(self.accelerator.unwrap_model(model))
+            # The model may be another one than the policy, and may not be able to share prompts: `None`, too.
+            balance = shared_prompts.attention_balance(self.accelerator.unwrap_model(model))
         limits = self._limits(batch_size)
         n_micro_batches, _ = _needed(info, balance, limits)
         local = info[self.accelerator.process_index]
@@ -105,7 +106,7 @@ class Planner:
     def _cut_step(self, batch: Batch, info: SampleInfo) -> list[Batch]:
         """Micro-batches of this process for an optimizer step, of whose completions `info` is: `[processes, B]`."""
         process = self.accelerator.process_index
-        # Of images and lists, lengths do not tell the memory.
+        # The lengths of completions do not tell how much memory images and lists need.
         only_tokens = bool(info.exchangeable.all())
         limits = self._limits(self.args.per_device_train_batch_size, fill=only_tokens)
         balance = self.balance if only_tokens else None
@@ -139,13 +140,15 @@ class Planner:
         return micro_batches
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
+        """Limits of a micro-batch of at most `max_rows` completions; `fill`: whether short ones may be more."""
         fewest = self.communicates or updates_in_backward(self.args)
         on_gpu = self.accelerator.device.type != "cpu"
         return Limits(
             max_rows,
             self.args.max_tokens_per_micro_batch,
-            # Not on a CPU, where a pass costs little. Not for the fewest passes, which would be filled with any amount
-            # of padding. Not for models without `balance`, which may need more memory than their tokens say.
+            # Micro-batches are not filled on a CPU, where a pass costs little; nor for the fewest passes, which would
+            # take any amount of padding; nor for models without `balance`, which may need more memory than their
+            # tokens say.
             fill=fill and on_gpu and not fewest and self.balance is not None,
             pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if on_gpu else "cpu"],
         )

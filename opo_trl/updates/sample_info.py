@@ -31,7 +31,7 @@ class SampleInfo:
         return len(self.prompt)
 
     def __getitem__(self, index) -> "SampleInfo":
-        """Those at an index of the dimensions of completions."""
+        """The completions at an index of the first dimensions."""
         return self._each(lambda values: values[index])
 
     def on_all_processes(self) -> "SampleInfo":
@@ -44,8 +44,8 @@ class SampleInfo:
     @classmethod
     def gather(cls, steps: Sequence[Batch], left_out: Iterable[Tensor], accelerator: Accelerator) -> "SampleInfo":
         """
-        Of all processes' completions in some optimizer steps, `[processes, steps, B]`, by one collective call and one
-        copy to the host. `left_out` is bool `[B]` of each step, and B the same in all of them.
+        Gather what is known of all processes' completions in some optimizer steps, `[processes, steps, B]`, by one
+        collective call and one copy to the host. `left_out` is bool `[B]` of each step, and B the same in all of them.
         """
         of_process = _table(steps, left_out, accelerator.device).unsqueeze(0)
         table = accelerator.gather(of_process).cpu().numpy()

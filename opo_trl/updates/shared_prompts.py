@@ -21,11 +21,12 @@ from ..batch import Batch, to_device
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
 
 
-def balance(model: PreTrainedModel) -> float | None:
+def attention_balance(model: PreTrainedModel) -> float | None:
     """
-    Tokens to which attention costs as much as the rest of a layer; `None` for a model that may compute something else.
+    Number of tokens to which attention costs as much as the rest of a layer, if a model can compute a prompt once for
+    its completions; `None` if it may compute something else then, so that prompts must not be shared.
 
-    It needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
+    The model needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
     """
     config = model.config
     if config.model_type not in ARCHITECTURES or hasattr(config, "auto_map"):  # code from the Hub
@@ -41,7 +42,7 @@ def balance(model: PreTrainedModel) -> float | None:
     head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width_of_queries = head_width * config.num_attention_heads
     width_of_keys = head_width * config.num_key_value_heads
-    attention_width = 2 * (width_of_queries + width_of_keys)  # also of outputs and of values
+    attention_width = 2 * (width_of_queries + width_of_keys)  # outputs are as wide as queries, and values as keys
     weights_of_layer = config.hidden_size * (attention_width + 3 * config.intermediate_size)
     return weights_of_layer / (2 * width_of_queries)
 
@@ -53,7 +54,7 @@ def hashes(batch: Batch) -> Tensor:
     """
     ids, mask = batch["prompt_ids"], batch["prompt_mask"]
     random = np.random.default_rng(0)
-    # Of columns from the right: prompts are padded on the left.
+    # A factor and an offset for each column, counted from the right: prompts are padded on the left.
     from_the_right = random.integers(-(2**63), 2**63, (ids.size(1), 2))
     coefficients = from_the_right[::-1].T.copy()
     factor, offset = to_device(coefficients, ids.device)

@@ -78,7 +78,7 @@ def test_entries_arrive_in_the_loss_also_of_a_resumed_run_on_two_processes(
     assert whole.n_compared == RUN["max_steps"] * COMPLETIONS_PER_STEP
     checkpoint = tmp_path / "one" / f"checkpoint-{IN_REPLAY}"
     state = load_state(checkpoint, 0)
-    assert state["buffer"]
+    assert state["replay"]
     assert len(state["replay"]["rollouts"]) == 2
     n_left = (RUN["max_steps"] - IN_REPLAY) * COMPLETIONS_PER_STEP
 
