@@ -1,0 +1,304 @@
+"""`action_reward`: the near-misses of docs/pivots.md, what a model may write, and chat templates of all families."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+from helpers import SMALL
+from tiny import make_tokenizer
+
+from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.reuse import responses
+from opo_trl.rewards import action_reward
+from opo_trl.rewards.actions import (
+    MALFORMED,
+    SAME,
+    Action,
+    ActionReader,
+    Call,
+    logged_action,
+    normalized,
+    word_overlap,
+)
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "pivots.md").read_text(encoding="utf-8")
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "book",
+        "description": "Book a room.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "nights": {"type": "integer"},
+                "breakfast": {"type": "string", "default": "none"},
+            },
+        },
+    },
+}
+
+
+def tokenizer_with(template: str):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def reader() -> ActionReader:
+    return ActionReader(tokenizer_with("qwen3"))
+
+
+def written(arguments: dict | str, name: str = "book") -> str:
+    """A call in Qwen3's form."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+
+
+def message(arguments: dict, name: str = "book", *, count: int = 1) -> dict:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call] * count}
+
+
+def read(reader: ActionReader, text: str) -> Action:
+    return reader.read(reader.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def verdict(reader: ActionReader, logged: dict, text: str, tools=(), **overlap: float) -> str:
+    return reader.verdict(logged_action(logged), read(reader, text), tools, overlap)
+
+
+# The page
+
+
+LOGGED = json.loads(re.search(r"^Logged: `(.*)`$", PAGE, re.MULTILINE)[1])
+NEAR_MISSES = re.findall(r"^\| (\d+) \| `(.*)` \| (.*) \| ([01]) \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("number", "text", "stated", "reward"), NEAR_MISSES, ids=lambda value: value[:20])
+def test_near_miss_of_the_page(reader, number, text, stated, reward):
+    if text.startswith("{"):
+        text = written({**LOGGED["arguments"], **json.loads(text)})
+    text = text.replace("CALL", written(LOGGED["arguments"])) + "<|im_end|>"
+    logged = message(LOGGED["arguments"])
+    assert verdict(reader, logged, text) == stated
+    ids = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert action_reward([ids], [logged], tokenizer=reader.tokenizer) == [float(reward)]
+
+
+def test_page_has_twenty():
+    assert [int(number) for number, *_ in NEAR_MISSES] == list(range(1, 21))
+
+
+# What a model may write
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<|im_end|>",
+        "<think>\nI call\n</think>\n\n<|im_end|>",
+        "<think>\nI never stop",
+        "<think>\n" + written({"city": "Rome"}),
+        written({"city": "Rome"}).removesuffix("\n</tool_call>"),
+        written('"{}"') + "<|im_end|>",
+        written("[1, 2]") + "<|im_end|>",
+        written("null") + "<|im_end|>",
+        "<tool_call>\n[1]\n</tool_call><|im_end|>",
+        '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call><|im_end|>',
+        '<tool_call>\n{"arguments": {}}\n</tool_call><|im_end|>',
+        written('{"city": ' + "[" * 20_000) + "<|im_end|>",
+        written('{"city": ' + "[" * 20_000 + "]" * 20_000 + "}") + "<|im_end|>",
+        written('{"city": ' + "1" * 6_000 + "}") + "<|im_end|>",
+        "<tool_call><tool_call>" + "<|im_end|>",
+    ],
+    ids=lambda text: text[:40],
+)
+def test_neither_a_call_nor_a_message(reader, text):
+    for logged in (message({"city": "Rome"}), {"role": "assistant", "content": "Hello."}):
+        assert verdict(reader, logged, text) == MALFORMED
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"' + "x" * 100_000 + '"', "1e400", "-1e999", "NaN", "1" * 4_000, "[" * 300 + "]" * 300, '"\\ud83d"', "{}"],
+    ids=lambda value: value[:10],
+)
+@pytest.mark.parametrize("logged", ["Rome", 1, 1.5, None, True, [1], {"a": 1}, 10**400])
+def test_any_value_has_a_verdict(reader, value, logged):
+    text = written(f'{{"city": {value}}}') + "<|im_end|>"
+    assert verdict(reader, message({"city": logged}), text) in ("another 'city'", "'city' is not in the log")
+
+
+def test_whole_numbers_are_exact_and_others_nearly(reader):
+    def is_same(logged, value):
+        text = written({"city": value}) + "<|im_end|>"
+        return verdict(reader, message({"city": logged}), text) == SAME
+
+    assert not is_same(12345678901, 12345678902)
+    assert is_same(0.1 + 0.2, 0.3)
+    assert is_same(1e300, 1e300)
+    assert not is_same(0, 1e-9)
+
+
+def test_calls_come_in_any_order_and_each_counts_once(reader):
+    rome, oslo = {"city": "Rome"}, {"city": "Oslo"}
+    logged = message(rome)
+    logged["tool_calls"] += message(oslo)["tool_calls"]
+    assert verdict(reader, logged, written(oslo) + "\n" + written(rome) + "<|im_end|>") == SAME
+    assert verdict(reader, logged, written(rome) + "\n" + written(rome) + "<|im_end|>") == "another 'city'"
+    assert verdict(reader, logged, written(rome) + "<|im_end|>") == "1 calls, not 2"
+    assert verdict(reader, message(rome), written(rome, "look") + "<|im_end|>") == "another tool"
+
+
+def test_defaults_of_tools_and_nulls_are_as_if_stated(reader):
+    logged = message({"city": "Rome", "breakfast": "none", "nights": None})
+    assert verdict(reader, logged, written({"city": "Rome"}) + "<|im_end|>", [TOOL]) == SAME
+    assert verdict(reader, logged, written({"city": "Rome"}) + "<|im_end|>") == "'breakfast' is missing"
+
+
+def test_messages_are_alike_whatever_they_say(reader):
+    logged = {"role": "assistant", "content": "Which city?"}
+    assert verdict(reader, logged, "Where to?<|im_end|>") == SAME
+    assert verdict(reader, logged, "<think>\nhm\n</think>\n\nWhere to?<|im_end|>") == SAME
+    assert verdict(reader, logged, written({}) + "<|im_end|>") == "a call, not a message"
+
+
+def test_overlap_of_words_only_where_it_is_asked_for(reader):
+    logged = message({"city": "The user wants to change the seat", "nights": 1})
+    text = written({"city": "user wants another seat", "nights": 1}) + "<|im_end|>"
+    overlap = word_overlap("The user wants to change the seat", "user wants another seat")
+    assert overlap == pytest.approx(2 * 3 / (7 + 4))
+    assert verdict(reader, logged, text) == "another 'city'"
+    ids = [reader.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    rewards = [
+        action_reward(ids, [logged], overlap=[{"book.city": share}], tokenizer=reader.tokenizer)
+        for share in (overlap, 0.6)
+    ]
+    assert rewards == [[1.0], [0.0]]
+    assert word_overlap("", "?!") == 1.0
+
+
+def test_normalized_keeps_indentation():
+    assert normalized(" a \t b ") == "a b"
+    assert normalized("if x:\n    y  \n\n") == "if x:\n    y"
+    assert normalized("e\u0301") == "\u00e9"
+    assert normalized("\n") == ""
+
+
+# Families
+
+
+WITH_CALLS = [
+    path.stem
+    for path in sorted(TEMPLATES.glob("*.jinja"))
+    if not path.stem.endswith("_training")
+    and re.match("qwen2_5$|qwen3|glm4|gptoss|llama3_[12]|lfm2_2_5|lfm2_v2|nemotron_3|gemma4", path.stem)
+]
+
+
+@pytest.mark.parametrize("template", WITH_CALLS)
+def test_what_a_template_writes_is_read_as_the_same_call(template):
+    reader = ActionReader(tokenizer_with(template))
+    tokenizer = reader.tokenizer
+    asked = [{"role": "user", "content": "A room, please."}]
+    options = {"tools": [TOOL], "tokenize": False}
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
+    for nights in (2, 3):
+        done = {**message({"city": "Rome", "nights": nights}), "content": ""}
+        text = tokenizer.apply_chat_template([*asked, done], **options)
+        if not text.startswith(prompt):
+            pytest.skip("its prompt opens a thought")
+        ids = tokenizer(text.removeprefix(prompt), add_special_tokens=False)["input_ids"]
+        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        rewards = action_reward(
+            [ids],
+            [message({"city": "Rome", "nights": 2})],
+            tools=[[TOOL]],
+            prompt_ids=[prompt_ids],
+            tokenizer=tokenizer,
+        )
+        assert rewards == [float(nights == 2)]
+
+
+def test_types_of_a_family_that_writes_none_are_those_of_the_log():
+    reader = ActionReader(tokenizer_with("qwen3_5_nothink"))
+    text = "<tool_call>\n<function=book>\n<parameter=nights>\n{}\n</parameter>\n</function>\n</tool_call><|im_end|>"
+    assert verdict(reader, message({"nights": 2}), text.format(2)) == SAME  # no tool says of which type it is
+    assert verdict(reader, message({"nights": "2"}), text.format(2)) == SAME
+    assert verdict(reader, message({"nights": [1]}), text.format("[1]")) == SAME
+    assert verdict(reader, message({"nights": 2}), text.format("two")) == "another 'nights'"
+
+
+@pytest.mark.parametrize("template", ["smolvlm", "deepseek_r1_distill"])
+def test_a_family_without_calls_is_refused_before_a_run(template, tiny_model, tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the calls of .*Set `response_template` in its tokenizer_conf"):
+        ActionReader(tokenizer_with(template))
+    rows = Dataset.from_list([{"prompt": "a", "action": message({})}] * 2)
+    args = OPOConfig(output_dir=str(tmp_path), num_generations=2, per_device_train_batch_size=2, **SMALL)
+    with pytest.raises(ValueError, match="TRL does not know its chat template"):
+        OPOTrainer(tiny_model, action_reward, args, rows)
+
+
+def test_a_response_template_of_ones_own_is_used():
+    tokenizer = make_tokenizer()
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {
+                "open": "!",
+                "close": ";",
+                "content": "json",
+                "repeats": True,
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+        },
+    }
+    reader = ActionReader(tokenizer)
+    assert read(reader, '!{"name": "book", "arguments": {}};<|im_end|>').calls == [Call("book", {})]
+    assert read(reader, '!{"name": "book", "arguments": {}').is_malformed
+    assert read(reader, "book<|im_end|>") == Action([], "book")
+
+
+def test_without_a_tokenizer_the_error_says_how_to_give_one():
+    with pytest.raises(ValueError, match=r"needs a tokenizer.*functools\.partial"):
+        action_reward([[1]], [message({})])
+
+
+def test_verdicts_go_to_the_table_of_completions(reader):
+    columns = {}
+    reward = partial(action_reward, tokenizer=reader.tokenizer, log_extra=columns.__setitem__)
+    ids = [reader.tokenizer(text)["input_ids"] for text in (written({}) + "<|im_end|>", "Hi.<|im_end|>")]
+    assert reward(completion_ids=ids, action=[message({})] * 2, prompts=["", ""]) == [1.0, 0.0]
+    assert columns == {"verdict": [SAME, "a message, not a call"]}
+
+
+# NeMo Gym
+
+
+def test_verdicts_beside_those_of_nemo_gym(reader, shared_data):
+    """All are as NeMo Gym's but two, which docs/pivots.md names: a rule for one tool, and an empty text left out."""
+    differing = []
+    for folder in ("single_step_tool_use_with_argument_comparison", "terminal_multi_harness"):
+        path = shared_data / "nemo_gym" / folder / "example_rollouts.jsonl"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+            row = json.loads(line)
+            expected = row["expected_action"]
+            items = expected["calls"] if expected["type"] == "function_call_batch" else [expected]
+            (logged,) = responses.messages([{"role": "assistant", **item} for item in items])
+            (answer,) = responses.messages(row["response"]["output"])
+            tools = [responses.tool(tool) for tool in row["responses_create_params"].get("tools") or ()]
+            reward = float(reader.verdict(logged_action(logged), logged_action(answer), tools, {}) == SAME)
+            if reward != row["reward"]:
+                differing.append((folder, number, row["reward"]))
+    assert differing == [("terminal_multi_harness", 2, 1.0), ("terminal_multi_harness", 3, 1.0)]
