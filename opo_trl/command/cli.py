@@ -71,7 +71,7 @@ def _run(argv: list[str]) -> int:
     report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
     report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
-    recipes.add_argument("recipe", nargs="?", help="recipe to copy")
+    recipes.add_argument("recipe", nargs="?", help="recipe to copy, or `agent`: its folder, with a game to train in")
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
     pivots_parser = commands.add_parser("pivots", help="make states to train in of the logs of an agent")
     pivots.add_options(pivots_parser)
@@ -115,14 +115,22 @@ def _described() -> Sequence[str]:
 
 
 def copy_out(name: str, output: Path) -> Sequence[Path]:
-    """Copy a recipe, and the configuration of accelerate that it names; returns the files written."""
+    """
+    Copy a recipe, or the files of a folder of recipes, and the configurations of accelerate that they name; returns
+    the files written.
+    """
     name = name.removeprefix("recipes/")
-    recipe = SHIPPED / name
-    if not recipe.is_file():
+    source = SHIPPED / name
+    files = sorted(file for file in source.glob("*.*") if file.is_file()) if source.is_dir() else [source]
+    if not name or not all(map(Path.is_file, files)):
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
-    config = re.search(r"^accelerate_config: .*?(accelerate/\S+)", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    parts = {}  # in order, without duplicates
+    for file in files:
+        parts[str(file.relative_to(SHIPPED))] = None
+        text = file.read_text(encoding="utf-8")
+        parts.update(dict.fromkeys(re.findall(r"^accelerate_config: .*?(accelerate/\S+)", text, re.MULTILINE)))
     written = []
-    for part in [name, *(config.groups() if config else ())]:
+    for part in parts:
         target = output / part
         if target.is_file() and target.read_bytes() != (SHIPPED / part).read_bytes():
             raise ValueError(f"{str(target)!r} exists and differs from the package's. Move it, or set `--output`.")
