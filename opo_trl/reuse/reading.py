@@ -78,17 +78,6 @@ _OTHER_TRACES = {"effective", "eval", "evals"}
 _LEAST_LOGP = -104.0
 
 
-def load_conversations(source: str) -> Rows:
-    """
-    The rows of recorded rollouts or of a log, in no groups, with the columns of this module and their [`PLACE`], which
-    is the same for rows of the same conversation.
-
-    Raises:
-        `ValueError`: it cannot be read, or a row lacks something or contradicts itself.
-    """
-    return _rows(source)
-
-
 def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
     """
     Load recorded rollouts as a dataset with one row per group of `num_generations` completions: `prompt`, the columns
