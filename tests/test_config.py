@@ -84,15 +84,17 @@ def test_field_of_another_objective_is_rejected_with_those_that_read_it(config, 
 def test_loss_type_names_an_objective(config):
     for name in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"):
         args = config(loss_type=name)
-        fields = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
         assert args.objective == name
-        assert OPOConfig(**{**fields, "generation_batch_size": None}).objective == name  # from the fields of the first
+        fields = {field.name: getattr(args, field.name) for field in dataclasses.fields(args) if field.init}
+        fields["generation_batch_size"] = None
+        copy = OPOConfig(**fields)
+        assert copy.objective == name
 
 
 def test_defaults_that_depend_on_other_fields(config):
     cases = [({}, 0.3, 20.0), ({"log_ratio_reduction": "mean"}, 0.3, 5.0), ({"chi2_radius": 0.1}, None, 20.0)]
-    for given, mu, clamp in cases:
-        args = config(**given)
+    for fields, mu, clamp in cases:
+        args = config(**fields)
         assert (args.mu, args.log_ratio_clamp) == (mu, clamp)
         assert args.objective == "opo"
 
@@ -103,7 +105,9 @@ OURS = [(OPOConfig, GRPOConfig), (OPOScriptArguments, ScriptArguments)]
 @pytest.mark.parametrize(("kind", "of_trl"), OURS)
 def test_docstring_describes_every_field_of_ours_with_its_default(kind, of_trl):
     """The default in words where it depends on other fields; and each names its page."""
-    texts = {name: text for of_heading in described(kind).values() for name, text in of_heading.items()}
+    texts = {}
+    for texts_of_heading in described(kind).values():
+        texts |= texts_of_heading
     ours = hints(kind).keys() - hints(of_trl).keys()
     assert texts.keys() - {"loss_type"} == ours  # which has another meaning here
     docstring = inspect.getdoc(kind)
@@ -185,16 +189,18 @@ def test_what_acts_is_accepted(config):
 
 def test_numbers_have_the_type_of_their_field(config):
     """Transformers samples with no temperature of 2, and counts with no 4.0."""
-    given = {"temperature": 2, "learning_rate": 1, "beta": 1, "top_p": numpy.float32(1), "max_steps": 3.0}
-    args = config(**given, generation_kwargs={"repetition_penalty": 2, "top_k": 5})
-    assert {name: getattr(args, name) for name in given} == given
-    assert {type(getattr(args, name)) for name in given} == {float, int}
+    numbers = {"temperature": 2, "learning_rate": 1, "beta": 1, "top_p": numpy.float32(1), "max_steps": 3.0}
+    args = config(**numbers, generation_kwargs={"repetition_penalty": 2, "top_k": 5})
+    values = {name: getattr(args, name) for name in numbers}
+    assert values == numbers
+    assert set(map(type, values.values())) == {float, int}
     assert type(args.max_steps) is int
     assert type(args.generation_kwargs["repetition_penalty"]) is float
     assert type(args.generation_kwargs["top_k"]) is int
     usual = config()
-    unset = dict.fromkeys(("temperature", "top_k", "learning_rate"))
-    assert all(getattr(config(**unset), name) == getattr(usual, name) for name in unset)
+    unset = config(temperature=None, top_k=None, learning_rate=None)
+    for name in ("temperature", "top_k", "learning_rate"):
+        assert getattr(unset, name) == getattr(usual, name)
     assert (usual.logging_steps, type(usual.logging_steps)) == (10, int)
 
 
@@ -245,14 +251,26 @@ def test_process_that_sees_several_devices_uses_one(config, monkeypatch):
 
 
 def test_round_trip_through_the_command_line_and_a_dictionary(tmp_path):
-    given = {"alpha": 0.25, "adaptive_temperature": True, "temperature_range": [0.3, 1.2], "chi2_radius": 0.05}
-    given |= {"positivity": "project", "max_completions": 1000}
+    fields = {
+        "alpha": 0.25,
+        "adaptive_temperature": True,
+        "temperature_range": [0.3, 1.2],
+        "chi2_radius": 0.05,
+        "positivity": "project",
+        "max_completions": 1000,
+    }
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false"]
-    for name, value in given.items():
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    for name, value in fields.items():
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name}", *map(str, values)]
     (parsed,) = TrlParser((OPOConfig,)).parse_args_and_config(args=words)
-    for name, value in {**given, "mu": None}.items():
-        assert getattr(parsed, name) == parsed.to_dict()[name] == json.loads(parsed.to_json_string())[name] == value
+    of_dictionary = parsed.to_dict()
+    of_json = json.loads(parsed.to_json_string())
+    fields["mu"] = None
+    for name, value in fields.items():
+        assert getattr(parsed, name) == value
+        assert of_dictionary[name] == value
+        assert of_json[name] == value
 
 
 @pytest.mark.parametrize(

@@ -63,8 +63,8 @@ class Run:
 
     def _recorded(self, reward: Callable) -> Callable:
         def note(named: dict[str, Any]) -> None:
-            kept = {name: value if name in OBJECTS else copy.deepcopy(value) for name, value in named.items()}
-            self.calls.append((reward.__name__, kept, named["trainer_state"].global_step))
+            arguments = {name: value if name in OBJECTS else copy.deepcopy(value) for name, value in named.items()}
+            self.calls.append((reward.__name__, arguments, named["trainer_state"].global_step))
 
         @functools.wraps(reward)
         def call(**named):
@@ -78,7 +78,7 @@ class Run:
 
         return call_async if inspect.iscoroutinefunction(reward) else call
 
-    def given(self, name: str) -> list[dict[str, Any]]:
+    def arguments_of(self, name: str) -> list[dict[str, Any]]:
         """Arguments of each call of a reward function."""
         return [named for called, named, _ in self.calls if called == name]
 
@@ -89,19 +89,26 @@ class Run:
 
     @property
     def files(self) -> set[str]:
-        found = {str(path.relative_to(self.folder)) for path in self.folder.rglob("*") if path.is_file()}
-        return {re.sub(r"events\.out\..*", "events.out", name) for name in found}
+        paths = [path for path in self.folder.rglob("*") if path.is_file()]
+        names = {str(path.relative_to(self.folder)) for path in paths}
+        return {re.sub(r"events\.out\..*", "events.out", name) for name in names}
+
+    @property
+    def reward_calls(self) -> list[tuple[str, set[str], int]]:
+        """Of each call of a reward function, its name, the names of its arguments and the step."""
+        return [(name, set(named), step) for name, named, step in self.calls]
 
 
 def side_by_side(script: Callable, folder: Path, *arguments: Any) -> tuple[Run, Run]:
     """Run a script on both sides, and check that they agree on all that is not the loss."""
-    trl, opo = (Run(folder / side / "out") for side in CLASSES)
-    for made, classes in zip((trl, opo), CLASSES.values(), strict=True):
-        made.folder.mkdir(parents=True)
-        made.trainer = script(*classes, made, *arguments)
-    assert [(name, {*named}, step) for name, named, step in trl.calls] == [
-        (name, {*named}, step) for name, named, step in opo.calls
-    ]
+    runs = []
+    for side, classes in CLASSES.items():
+        run = Run(folder / side / "out")
+        run.folder.mkdir(parents=True)
+        run.trainer = script(*classes, run, *arguments)
+        runs.append(run)
+    trl, opo = runs
+    assert trl.reward_calls == opo.reward_calls
     for (name, of_trl, step), (_, of_opo, _) in zip(trl.calls, opo.calls, strict=True):
         assert of_trl.keys() >= ALWAYS
         if step == 0:  # the same policy has generated: afterwards the losses differ
@@ -111,7 +118,9 @@ def side_by_side(script: Callable, folder: Path, *arguments: Any) -> tuple[Run, 
     assert trl.files <= opo.files
     for name in ("global_step", "max_steps", "epoch", "is_world_process_zero"):
         assert getattr(trl.trainer.state, name) == getattr(opo.trainer.state, name), name
-    assert all(made.entries[0]["grad_norm"] > 0 for made in (trl, opo))
+    for run in runs:
+        first = run.entries[0]
+        assert first["grad_norm"] > 0
     return trl, opo
 
 
@@ -122,20 +131,32 @@ def check_logs(of_trl: list[dict[str, Any]], of_opo: list[dict[str, Any]]) -> No
     Except that GRPO logs what it generates for every evaluation dataset under the same names, without the dataset's.
     """
     assert len(of_trl) == len(of_opo)
-    for one, other in zip(of_trl, of_opo, strict=True):
-        dataset = {name.removesuffix("loss").removeprefix("eval_") for name in other if name.endswith("_loss")} - {""}
-        one = {name if name in other else name.replace("eval_", f"eval_{''.join(dataset)}"): one[name] for name in one}
+    for entry_of_trl, other in zip(of_trl, of_opo, strict=True):
+        prefix = f"eval_{dataset_of(other)}"
+        one = {}
+        for name, value in entry_of_trl.items():
+            own_name = name if name in other else name.replace("eval_", prefix)
+            one[own_name] = value
         missing = {name for name in one.keys() - other.keys() if OF_THE_CLIPPED_LOSS not in name}
         assert not missing, missing
         # TRL logs None for its own metrics, such as the mean of a reward that has scored nothing.
-        assert all(isinstance(value, int | float) for name, value in other.items() if name not in one)
-        for name in one:
+        for name in other.keys() - one.keys():
+            assert isinstance(other[name], int | float)
+        for name, value in one.items():
             if one["step"] <= 1 and name.startswith(OF_THE_ROLLOUT):
-                same = one[name] == other[name] or math.isclose(one[name], other[name], rel_tol=1e-6)
-                assert same, (name, one[name], other[name])
+                same = value == other[name] or math.isclose(value, other[name], rel_tol=1e-6)
+                assert same, (name, value, other[name])
 
 
-SUMS = [(f"{a} + {b} =", a + b) for a, b in ((1, 1), (2, 5), (9, 3), (4, 4), (7, 6), (8, 2), (3, 0), (5, 5))]
+def dataset_of(entry: dict[str, Any]) -> str:
+    """`name_` of the evaluation dataset that an entry is about; empty without one or without its name."""
+    losses = [name for name in entry if name.endswith("_loss")]
+    datasets = {name.removesuffix("loss").removeprefix("eval_") for name in losses}
+    return "".join(datasets)
+
+
+PAIRS = [(1, 1), (2, 5), (9, 3), (4, 4), (7, 6), (8, 2), (3, 0), (5, 5)]
+SUMS = [(f"{a} + {b} =", a + b) for a, b in PAIRS]
 
 
 # trl/scripts/grpo.py, as installed
@@ -143,13 +164,14 @@ SUMS = [(f"{a} + {b} =", a + b) for a, b in ((1, 1), (2, 5), (9, 3), (4, 4), (7,
 
 def scripts_grpo(config_class, trainer_class, out: Run, model: str, data: Path, monkeypatch):
     monkeypatch.setattr(trl, "GRPOConfig", config_class)
-    made = []
+    trainers = []
 
-    def kept(*arguments, **named):
-        made.append(trainer_class(*arguments, **named))
-        return made[-1]
+    def recorded_trainer(*arguments, **named):
+        trainer = trainer_class(*arguments, **named)
+        trainers.append(trainer)
+        return trainer
 
-    monkeypatch.setattr(trl, "GRPOTrainer", kept)
+    monkeypatch.setattr(trl, "GRPOTrainer", recorded_trainer)
     monkeypatch.chdir(data)  # where the dotted path of a reward is looked up
     config = {
         **FIELDS,
@@ -168,13 +190,12 @@ def scripts_grpo(config_class, trainer_class, out: Run, model: str, data: Path, 
         "temperature": 0.9,
         "save_strategy": "no",
     }
-    (out.folder.parent / "config.yaml").write_text(yaml.safe_dump(config))
+    path = out.folder.parent / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
     parser = trl_script.make_parser()
-    arguments = parser.parse_args_and_config(
-        ["--config", str(out.folder.parent / "config.yaml")], fail_with_unknown_args=False
-    )
+    arguments = parser.parse_args_and_config(["--config", str(path)], fail_with_unknown_args=False)
     trl_script.main(*arguments)
-    return made[0]
+    return trainers[0]
 
 
 def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
@@ -182,25 +203,27 @@ def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
     problems = tmp_path / "problems"
     problems.mkdir()
     for split, rows in (("train", SUMS), ("test", SUMS[:2])):
-        lines = [
-            json.dumps({"prompt": [{"role": "user", "content": question}], "solution": f"${value}$"})
-            for question, value in rows
-        ]
+        lines = []
+        for question, value in rows:
+            prompt = [{"role": "user", "content": question}]
+            line = json.dumps({"prompt": prompt, "solution": f"${value}$"})
+            lines.append(line)
         (problems / f"{split}.jsonl").write_text("\n".join(lines))
     (tmp_path / "own_rewards.py").write_text(
         "def vowels(completions, **kwargs):\n"
         "    return [float(sum(c[0]['content'].count(v) for v in 'aeiou')) for c in completions]\n"
     )
     monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds to it
-    for made in side_by_side(scripts_grpo, tmp_path, tiny_model, tmp_path, monkeypatch):
-        entry = made.entries[0]
-        parts = [
-            entry[f"rewards/{n}/mean"] for n in ("think_format_reward", "soft_overlong_punishment_reward", "vowels")
-        ]
-        assert entry["reward"] == pytest.approx(parts[0] + 0.5 * parts[1] + 2 * parts[2])
-        assert isinstance(made.trainer.model, PeftModel)
-        assert "adapter_model.safetensors" in made.files
-        evaluated = [entry for entry in made.trainer.state.log_history if "eval_reward" in entry]
+    for run in side_by_side(scripts_grpo, tmp_path, tiny_model, tmp_path, monkeypatch):
+        entry = run.entries[0]
+        think_format = entry["rewards/think_format_reward/mean"]
+        overlong = entry["rewards/soft_overlong_punishment_reward/mean"]
+        vowels = entry["rewards/vowels/mean"]
+        weighted_sum = think_format + 0.5 * overlong + 2 * vowels
+        assert entry["reward"] == pytest.approx(weighted_sum)
+        assert isinstance(run.trainer.model, PeftModel)
+        assert "adapter_model.safetensors" in run.files
+        evaluated = [entry for entry in run.trainer.state.log_history if "eval_reward" in entry]
         assert [entry["step"] for entry in evaluated] == [0, 2]
 
 
@@ -216,19 +239,25 @@ def patterns(config_class, trainer_class, out: Run, model: str):
         return [float(len(ids)) for ids in completion_ids]
 
     def reference_reward(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
-        rewards = [float(t in c) for c, t in zip(completions, ground_truth, strict=True)]
+        pairs = zip(completions, ground_truth, strict=True)
+        rewards = [float(truth in completion) for completion, truth in pairs]
         log_extra("golden", list(ground_truth))
         log_metric("accuracy", sum(rewards) / len(rewards))
         return rewards
 
     def math_reward(completions, task, **kwargs):
-        return [float(c.count("1")) if t == "math" else None for c, t in zip(completions, task, strict=True)]
+        pairs = zip(completions, task, strict=True)
+        return [float(completion.count("1")) if name == "math" else None for completion, name in pairs]
 
     def code_reward(completions, task, trainer_state, **kwargs):
-        step = trainer_state.global_step
-        return [len(c) / (1 + step) if t == "code" else None for c, t in zip(completions, task, strict=True)]
+        divisor = 1 + trainer_state.global_step
+        pairs = zip(completions, task, strict=True)
+        return [len(completion) / divisor if name == "code" else None for completion, name in pairs]
 
-    rows = [{"prompt": q, "ground_truth": str(v), "task": ("math", "code", "none")[v % 3]} for q, v in SUMS]
+    rows = []
+    for question, value in SUMS:
+        task = ("math", "code", "none")[value % 3]
+        rows.append({"prompt": question, "ground_truth": str(value), "task": task})
     trainer = trainer_class(
         model=model,
         reward_funcs=out.record(tokens_reward, slow_reward, reference_reward, math_reward, code_reward),
@@ -251,18 +280,23 @@ def patterns(config_class, trainer_class, out: Run, model: str):
 def test_reward_functions_of_the_documentation(tiny_model, tmp_path):
     """Token IDs, references, `async def`, `None` for another task, the step, own columns and own metrics."""
     runs = side_by_side(patterns, tmp_path, tiny_model)
-    for made in runs:
-        assert [step for name, _, step in made.calls if name == "code_reward"] == [0, 1]
-        assert made.given("code_reward")[0]["trainer_state"] is made.trainer.state
-        entry = made.entries[0]
+    for run in runs:
+        assert [step for name, _, step in run.calls if name == "code_reward"] == [0, 1]
+        first_call, *_ = run.arguments_of("code_reward")
+        assert first_call["trainer_state"] is run.trainer.state
+        entry = run.entries[0]
         assert entry["accuracy"] == entry["rewards/reference_reward/mean"]
         # 1 + 1 and 2 + 5: the tasks of the first rollout are "none" and "code".
         assert entry["rewards/math_reward/mean"] is None
         assert entry["rewards/code_reward/mean"] > 0
-    tables = [Dataset.from_parquet(str(made.folder / "completions/completions_00001.parquet")) for made in runs]
-    of_trl, of_opo = (table.to_dict() for table in tables)
+    of_trl, of_opo = map(logged_completions, runs)
     assert {"golden", "prompt", "completion", "advantage", "slow_reward"} <= of_trl.keys()
     assert json.dumps(of_trl) == json.dumps(of_opo)
+
+
+def logged_completions(run: Run) -> dict[str, list]:
+    table = Dataset.from_parquet(str(run.folder / "completions/completions_00001.parquet"))
+    return table.to_dict()
 
 
 # Around training
@@ -288,9 +322,11 @@ def make(config_class, trainer_class, out: Run, model, *, reward_funcs=length, a
         "gradient_accumulation_steps": 2,
         **options,
     }
-    given = {"train_dataset": PROBLEMS, **(arguments or {})}
-    rewards = out.record(*(reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]))
-    return trainer_class(model, rewards, config_class(**settings), **given)
+    if not isinstance(reward_funcs, list):
+        reward_funcs = [reward_funcs]
+    rewards = out.record(*reward_funcs)
+    all_arguments = {"train_dataset": PROBLEMS} | (arguments or {})
+    return trainer_class(model, rewards, config_class(**settings), **all_arguments)
 
 
 def trained(*arguments, **options):
@@ -312,8 +348,8 @@ class Witness(TrainerCallback):
 def _note(event: str):
     def note(self, args, state, control, **seen):
         asked = [name for name, value in vars(control).items() if value is True]
-        given = {name for name, value in seen.items() if value is not None}
-        self.seen.append((event, state.global_step, given, asked))
+        visible = {name for name, value in seen.items() if value is not None}
+        self.seen.append((event, state.global_step, visible, asked))
 
     return note
 
@@ -383,11 +419,12 @@ def test_checkpoints_resume_in_either_trainer(tiny_model, tmp_path, begun_by):
         trainer = make(config_class, trainer_class, out, tiny_model, **options)
         before = snapshot(trainer.model)
         trainer.train(resume_from_checkpoint=begun_by == "same" or out.folder / "checkpoint-1")
-        assert not all(torch.equal(value, snapshot(trainer.model)[name]) for name, value in before.items())
+        after = snapshot(trainer.model)
+        assert not all(torch.equal(value, after[name]) for name, value in before.items())
         return trainer
 
-    for made in side_by_side(script, tmp_path):
-        assert [entry["step"] for entry in made.entries] == [1, 2]
+    for run in side_by_side(script, tmp_path):
+        assert [entry["step"] for entry in run.entries] == [1, 2]
 
 
 def test_parts_that_a_script_brings(tiny_model, tmp_path):
@@ -415,9 +452,9 @@ def test_parts_that_a_script_brings(tiny_model, tmp_path):
 
     trl, opo = side_by_side(script, tmp_path)
     assert trl.batch == opo.batch
-    for made in (trl, opo):
-        assert made.entries[0]["reward"] == 3.5
-        assert [entry["learning_rate"] for entry in made.entries] == pytest.approx([0.1, 0.05])
+    for run in (trl, opo):
+        assert run.entries[0]["reward"] == 3.5
+        assert [entry["learning_rate"] for entry in run.entries] == pytest.approx([0.1, 0.05])
 
 
 def test_reward_may_leave_the_policy_in_evaluation_mode(tiny_model, tmp_path):
@@ -433,6 +470,7 @@ def test_reward_may_leave_the_policy_in_evaluation_mode(tiny_model, tmp_path):
         out = Run(tmp_path / str(switches))
         trainers.append(make(OPOConfig, OPOTrainer, out, tiny_model, reward_funcs=judge, **options))
         trainers[-1].train()
-    one, other = (snapshot(trainer.model) for trainer in trainers)
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    of_training_mode, of_evaluation_mode = (snapshot(trainer.model) for trainer in trainers)
+    for name, value in of_training_mode.items():
+        assert torch.equal(value, of_evaluation_mode[name])
     assert [entry["opo/pass"] for entry in logged(trainers[1])] == [1, 1, 2, 2, 1]
