@@ -55,7 +55,7 @@ FRACTION = Bound("a number in [0, 1]", lambda x: 0 <= x <= 1)
 SHARE = Bound("a number in (0, 1]", lambda x: 0 < x <= 1)
 PART = Bound("a number in (0, 1)", lambda x: 0 < x < 1)
 
-# Of TRL and Transformers, only the fields with whose nonsense a run would train something else without a word.
+# Bounds of fields of TRL and Transformers, of which these would silently train something else with a value out of range
 _INHERITED = {
     "max_steps": Bound("an integer of at least 1, or to -1 to use `num_train_epochs`", lambda x: x >= 1 or x == -1),
     "num_train_epochs": POSITIVE,

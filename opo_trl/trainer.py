@@ -266,7 +266,8 @@ class OPOTrainer(GRPOTrainer):
         self._cut_pass: list[list[Batch]] | None = None
         if self._prefetch is not None:
             self._prefetch.drop()
-        self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
+        # Call of `training_step` with which the accumulation window, that is the optimizer step, began; `None`: none yet
+        self._window_start: int | None = None
         process = accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._reward_failures = RewardFailures()
