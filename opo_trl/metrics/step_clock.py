@@ -23,6 +23,7 @@ class StepClock(TrainerCallback):
         self._start()
 
     def _start(self) -> None:
+        """Begin to count from 0."""
         self._phase: str | None = None  # the current phase; `None` outside optimizer steps
         self._since: Any = None  # beginning of the phase: seconds, or an event of the GPU
         # Phase, beginning and end of all that is over since `seconds_per_step` was last called
