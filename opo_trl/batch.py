@@ -67,7 +67,7 @@ class Batch(TypedDict, total=False):
     opo_scale: Tensor  # float32 `[B]`: factor of the loss; by `_targets`, in a replaying pass by `_rows_of_pass`
     opo_valid: Tensor  # bool `[B]`: whether the completion takes part; by `_targets`
     opo_own: Tensor  # bool `[B]`: whether the policy itself has sampled the completion; by `_finish_rollout`
-    opo_step: Tensor  # float32 `[B]`: step at which the policy was the behaviour policy; by `_finish_rollout`
+    opo_step: Tensor  # float32 `[B]`: number of optimizer steps before it was sampled; by `_finish_rollout`
     opo_steering: Tensor  # bool `[B, T]`: tokens of high entropy, with `top_entropy_quantile`; by `_finish_rollout`
 
     # Of an optimizer step or a micro-batch

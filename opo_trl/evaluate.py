@@ -50,8 +50,9 @@ class Evaluation:
     per_problem: int = 1
 
     def __post_init__(self):
+        """Count the completions by their rewards: 1 or more is correct, `None` cannot be scored."""
         rewards = [sample["reward"] for sample in self.samples]
-        self.by_problem = []  # correct and scored completions of each problem with a scored one
+        self.by_problem = []  # numbers of correct and scored completions, of each problem with a scored one
         for start in range(0, len(rewards), self.per_problem):
             of_problem = rewards[start : start + self.per_problem]
             are_correct = [reward >= 1.0 for reward in of_problem if reward is not None]

@@ -55,7 +55,7 @@ FRACTION = Bound("a number in [0, 1]", lambda x: 0 <= x <= 1)
 SHARE = Bound("a number in (0, 1]", lambda x: 0 < x <= 1)
 PART = Bound("a number in (0, 1)", lambda x: 0 < x < 1)
 
-# Of TRL and Transformers, only the fields with whose nonsense a run would train something else without a word.
+# Bounds of fields of TRL and Transformers: of those that would silently train something else if they were out of range
 _INHERITED = {
     "max_steps": Bound("an integer of at least 1, or to -1 to use `num_train_epochs`", lambda x: x >= 1 or x == -1),
     "num_train_epochs": POSITIVE,
@@ -169,8 +169,8 @@ def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
 
 def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
     """
-    What a field of a dataclass has to be instead of this value; `None` if the value is fine. The value is not `None`:
-    whether a field may be that, [`check_fields`] decides.
+    What the field `name` of the dataclass `kind` has to be instead of this value; `None` if the value is fine. The
+    value is not `None`: whether a field may be that, [`check_fields`] decides.
     """
     hint = hints(kind)[name]
     bound = _bounds(kind).get(name)

@@ -275,7 +275,8 @@ class OPOTrainer(GRPOTrainer):
         self._cut_pass: list[list[Batch]] | None = None
         if self._prefetch is not None:
             self._prefetch.drop()
-        self._window_start: int | None = None  # call of `training_step` with which the accumulation window began
+        # Call of `training_step` with which the accumulation window (an optimizer step) began; `None`: none has yet
+        self._window_start: int | None = None
         process = accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._reward_failures = RewardFailures()
@@ -864,7 +865,8 @@ class OPOTrainer(GRPOTrainer):
             # `None`: prompts are not computed once for their completions, as the model, or the router's loss over all
             # tokens that a pass computes, may need each completion with a prompt of its own.
             balance=None if self.aux_loss_enabled else shared_prompts.attention_balance(policy),
-            # With `pad_to_multiple_of`, they are as wide as TRL has made the rollout.
+            # With `pad_to_multiple_of`, micro-batches are as wide as TRL has made the rollout. So they are where
+            # log-probabilities depend on padding (`_any_width` is false; `None` if that is not known yet).
             plans=(
                 self.args.plan_micro_batches
                 and not self._loss_is_overridden

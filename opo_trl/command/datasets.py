@@ -91,7 +91,7 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     require(has_split, "dataset_train_split", script.dataset_train_split, "'train': a file has no other")
     rows = stored(script.dataset_train_split, script.levels)
     style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
-    asked = "prompt" if style == "dataset" else "problem"
+    asked = "prompt" if style == "dataset" else "problem"  # the column that the dataset needs
     problems, sources = take(rows, columns, asked)
     if style == "dataset":
         _check_prompts(script, problems)

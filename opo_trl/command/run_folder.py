@@ -99,12 +99,12 @@ def claim(args: OPOConfig, checkpoint: str | None) -> None:
         logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
     folder.mkdir(parents=True, exist_ok=True)
     if args.log_completions:
-        (folder / "completions").mkdir(exist_ok=True)  # TRL's trainer has made it before
+        (folder / "completions").mkdir(exist_ok=True)  # TRL's trainer made one, which is now aside
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
     """Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets."""
-    files.write_json(folder / SETTINGS, mask(settings))  # first: from now on, it is a run's folder
+    files.write_json(folder / SETTINGS, mask(settings))  # written first, because it makes this folder a run's
     files.write(folder / RECIPE, yaml.safe_dump(mask(recipe), sort_keys=False, allow_unicode=True))
     environment = {
         "seed": seed,

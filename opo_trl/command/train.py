@@ -57,8 +57,8 @@ class Run:
     trainer: OPOTrainer
     script: OPOScriptArguments
     data: Data
-    checkpoint: str | None
-    recipe: dict[str, Any]  # as the run's folder stores it
+    checkpoint: str | None  # folder to resume from
+    recipe: dict[str, Any]  # the recipe with the command line merged in, as the run's folder stores it
     settings: dict[str, Any]  # every setting, without secrets
 
 
@@ -82,7 +82,7 @@ def prepare(argv: Sequence[str]) -> Run:
     reward_funcs = load_rewards(script, args)
     name = str(model_config.model_name_or_path)
     path = EMBEDDED_MODELS.get(name, name)
-    exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # the Hub has no such names
+    exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # no name on the Hub begins like that
     require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
     options_of_recipe: Any = args.model_init_kwargs or {}
     options: Any = {
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:  # the report matters most when a run ends with an error
         if trainer.accelerator.is_main_process:
             write_report(Path(trainer.args.output_dir))
-    # That has shut the process group down, but its threads and connections live as long as the wrapped model
+    # `run` has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
     # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.
     del ready, trainer

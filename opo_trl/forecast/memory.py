@@ -68,8 +68,8 @@ class Run:
     """What the memory of a process depends on."""
 
     shape: Decoder | None  # `None` leaves the activations out
-    parameters: int
-    trained: int  # Ψ
+    parameters: int  # number of parameters
+    trained: int  # Ψ, number of those that are trained
     total: float  # B, bytes of all weights, whole
     # Bytes per element: of the weights and the residual stream; c, less than that under autocast of float32 weights;
     # and b, more than both for LoRA adapters that PEFT keeps in float32
@@ -79,16 +79,16 @@ class Run:
     sharding: str = "none"  # or "ddp", "zero1", "zero2", "zero3" or "fsdp2", over `processes`
     processes: int = 1
     moments: float | None = None  # bytes of optimizer state per trained parameter; AdamW's by default
-    bucket: float = 5e8  # R
-    live: float = 1e9  # L
-    rows: int = 1  # of a micro-batch, each with a prompt and a completion
-    prompt: int = 0  # tokens
-    completion: int = 0
-    checkpointing: bool = True
-    fused_kernels: bool = True  # TRL's fused LM head runs in Triton, that is on a GPU
-    reference: bool = False  # a reference model is held
+    bucket: float = 5e8  # R, elements of DeepSpeed's `reduce_bucket_size`
+    live: float = 1e9  # L, elements of DeepSpeed's `stage3_max_live_parameters`
+    rows: int = 1  # rows of a micro-batch, each with a prompt and a completion
+    prompt: int = 0  # tokens of a prompt
+    completion: int = 0  # tokens of a completion
+    checkpointing: bool = True  # whether layers are computed again in the backward pass
+    fused_kernels: bool = True  # whether TRL's fused LM head runs in Triton, that is on a GPU
+    reference: bool = False  # whether a reference model is held
     vllm: float = 0.0  # bytes of a colocated vLLM
-    vllm_sleeps: bool = False
+    vllm_sleeps: bool = False  # whether it gives its memory back during updates
     generated_rows: int = 0  # completions that Transformers generates at once
 
     @property
@@ -97,12 +97,12 @@ class Run:
 
     @property
     def full(self) -> bool:
-        """All weights are trained, not adapters."""
+        """Whether all weights are trained, and not adapters."""
         return self.shape is not None and self.trained >= self.shape.layers * self.shape.layer_weights
 
     @property
     def copies(self) -> bool:
-        """Every linear layer keeps a cast of its input; sharded weights come gathered, in the products' dtype."""
+        """Whether every linear layer keeps a cast of its input; sharded weights come gathered, in that dtype."""
         width = self.weights if self.full else self.trained_width
         return self.sharding not in ("zero3", "fsdp2") and self.compute < width
 
@@ -166,7 +166,7 @@ def _states(run: Run) -> tuple[dict[str, float], dict[str, float], dict[str, flo
 
 
 def _activations(run: Run, d: Decoder) -> dict[str, dict[str, float]]:
-    """What an update adds to the states, at the LM head and in the layers."""
+    """Bytes that an update adds to the states, at the LM head and in the layers: moment → component → bytes."""
     tokens, w = run.rows * run.length, run.weights
     stored, in_use = _layer(run, d)
     forward, backward, pending = _head(run, d)
@@ -205,7 +205,7 @@ def _layer(run: Run, d: Decoder) -> tuple[float, float]:
     attention = 2 * c * (d.query + keys)
     if run.copies and not full:
         attention += c * d.query
-    mask = c * length if d.attention == "sdpa" else 0  # as numbers
+    mask = c * length if d.attention == "sdpa" else 0  # the mask as numbers that are added to scores
     mlp = 4 * c * d.intermediate
     # In the MLP's backward pass: gradients of both factors, and of the residual stream.
     in_use = 2 * c * d.intermediate + w * d.hidden

@@ -29,7 +29,7 @@ class DynamicSampling:
     stream: PromptStream
     accelerator: Accelerator
     num_generations: int
-    max_rounds: int  # of generation for a rollout, at least 1
+    max_rounds: int  # most rounds of generation for a rollout, at least 1
 
     def fill(
         self, generate: Callable[[list[int], bool], Batch], n_local: int, reward_weights: Tensor

@@ -47,7 +47,10 @@ class RewardFailures:
     counts: dict[str, int] = field(default_factory=dict)  # by kind; empty without isolated rewards
 
     def add(self, rewards: Sequence[Any], n_completions: int, accelerator: Accelerator) -> None:
-        """Add those of a round of generation. `RewardError` if these are half of its completions, or more."""
+        """
+        Add the failures of a round of generation, over all processes. `RewardError` if they are half of its
+        completions, or more.
+        """
         isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
         if not isolated:
             return

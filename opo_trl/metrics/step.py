@@ -17,7 +17,7 @@ from .opo import ratio_ess, step_metrics, target_fit
 class SampleReport:
     """Values of samples in an optimizer step: a float32 tensor `[B]` each, without gradient."""
 
-    # As in `Loss` and `Samples`
+    # These have the meaning that they have in `Loss` and `Samples`.
     log_ratio: Tensor
     target: Tensor
     mu: Tensor
@@ -26,13 +26,13 @@ class SampleReport:
     work: Tensor
     dissipation: Tensor
     age: Tensor
-    sequence_log_ratio: Tensor  # of the complete completion
-    kl: Tensor  # estimate, summed over tokens
-    policy_loss: Tensor  # without the entropy bonus
+    sequence_log_ratio: Tensor  # log-ratio of the complete completion, bounded by `SEQUENCE_CLAMP`
+    kl: Tensor  # estimate of the KL divergence to the reference, summed over tokens
+    policy_loss: Tensor  # loss without the entropy bonus
     tokens: Tensor  # number of tokens that count
-    entropy: Tensor  # sum of their entropies in nats
+    entropy: Tensor  # sum of the entropies of these tokens in nats
     clipped_low: Tensor  # share of the tokens whose ratio is clipped below
-    clipped_high: Tensor  # above
+    clipped_high: Tensor  # share of the tokens whose ratio is clipped above
     computed: Tensor  # 0 for samples that are left out because their gradient is zero, and for fillers
 
     def __post_init__(self):
@@ -41,7 +41,7 @@ class SampleReport:
 
     @classmethod
     def of(cls, samples: Samples, loss: Loss, **more: Tensor) -> "SampleReport":
-        """The samples of a micro-batch, with further fields; those that are not given are 0."""
+        """The report of a micro-batch's samples, with the fields of `more`; fields without a value are 0."""
         of_loss = {name: value for name, value in vars(loss).items() if value is not None}
         of_samples = {
             "target": samples.target,
@@ -55,8 +55,8 @@ class SampleReport:
     @classmethod
     def of_skipped(cls, counts: Tensor, mu: Tensor, *, on_policy: bool) -> "SampleReport":
         """
-        Samples left out of the step, by whether they count, `[B]`, and their χ² coefficient, a scalar. On-policy their
-        log-ratio is 0, and otherwise not known: NaN.
+        The report of samples that are left out of the step, from whether they count, `[B]`, and their χ² coefficient,
+        a scalar. On-policy their log-ratio is 0, and otherwise not known: NaN.
         """
         log_ratio = torch.full_like(counts, 0.0 if on_policy else math.nan, dtype=torch.float32)
         known = {"weights": counts, "mu": mu.expand(len(counts)), "log_ratio": log_ratio}

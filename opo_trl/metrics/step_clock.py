@@ -23,10 +23,12 @@ class StepClock(TrainerCallback):
         self._start()
 
     def _start(self) -> None:
-        self._phase: str | None = None
-        self._since: Any = None  # seconds, or an event of the GPU
-        self._laps: list[tuple[str, Any, Any]] = []  # phase, beginning, end: since they were last asked for
-        self._steps = 0
+        """Begin to count from 0."""
+        self._phase: str | None = None  # the current phase; `None` outside optimizer steps
+        self._since: Any = None  # beginning of the phase: seconds, or an event of the GPU
+        # Phase, beginning and end of all that is over since `seconds_per_step` was last called
+        self._laps: list[tuple[str, Any, Any]] = []
+        self._steps = 0  # optimizer steps since then
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._start()  # an earlier run may have ended inside a step

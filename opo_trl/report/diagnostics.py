@@ -86,7 +86,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     if "mu" in settings and not settings["mu"] and not settings.get("chi2_radius"):
         left_out |= {"χ²", "pull-back"}  # Nothing pulls the policy back.
     if settings.get("max_staleness") or settings.get("rollouts"):
-        left_out.add("χ²")  # Of old completions, a few with large ratios decide on it, also in runs that learn.
+        left_out.add("χ²")  # A few old completions with large ratios decide on it, also in runs that learn.
     return [diagnostic for diagnostic in table if diagnostic.name not in left_out]
 
 

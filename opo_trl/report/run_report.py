@@ -61,7 +61,8 @@ INCIDENTAL = frozenset(
 
 _SHOWN_SETTINGS = ("objective", "model_name_or_path", "dataset_name", "levels", "seed")
 
-Runs = dict[int, dict[str, Any]]  # of a method: seed → accuracies after training by level and decoding
+# The runs of a method: seed → level and decoding → accuracy after training with its interval
+Runs = dict[int, dict[str, Any]]
 
 
 def report(folders: Sequence[Path], output: Path | None) -> None:
@@ -169,7 +170,7 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
     of_all = f" of {max_steps:,}" if max_steps > 0 else ""
     if "after" in summary:
         progress = f"Finished: {summary['optimizer_steps']:,} optimizer steps"
-        seconds = summary.get("train_seconds")  # A run that was resumed has none.
+        seconds = summary.get("train_seconds")  # a run that was resumed does not know them
         progress += "." if seconds is None else f" in {seconds:,.0f} seconds."
     else:
         step = log[-1]["step"] if log else 0
@@ -185,10 +186,10 @@ def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, 
 
 
 def accuracies(summary: Mapping[str, Any]) -> list[list[str]]:
-    """Rows of level and decoding, accuracies before and after."""
+    """Rows of three cells: level and decoding, accuracy before training, accuracy after training."""
     before = run_files.by_decoding(summary.get("before", {}))
     after = run_files.by_decoding(summary.get("after", {}))
-    names = {**after, **before}  # A run that has not finished has only those before.
+    names = {**after, **before}  # a run that has not finished has only the accuracies before training
     return [[name, _interval(before.get(name)), _interval(after.get(name))] for name in names]
 
 
@@ -205,15 +206,15 @@ def compare(folders: Sequence[Path]) -> str:
     difference to the first method is paired by seed. A `ValueError` if a folder holds no finished run, or two of them
     the same seed of one method.
     """
-    settings_of: dict[str, dict[str, Any]] = {}  # by method, without those that are incidental
-    runs_of: dict[str, Runs] = {}
+    settings_of: dict[str, dict[str, Any]] = {}  # method → its settings, without those that are incidental
+    runs_of: dict[str, Runs] = {}  # method → its runs
     for folder in folders:
         settings = run_files.read_settings(folder)
         summary = run_files.read_summary(folder)
         if "after" not in summary:
             raise ValueError(f"{str(folder)!r} is not the folder of a finished run.")
         with _named_in_errors(folder):
-            accuracies(summary)  # It raises if one of them is not a number.
+            accuracies(summary)  # raises if an accuracy is not a number
             seed = int(settings["seed"])
             after = run_files.by_decoding(summary["after"])
             settings = {field: value for field, value in mask(settings).items() if field not in INCIDENTAL}
@@ -252,7 +253,7 @@ def _rows_of_differing_fields(settings_of: Mapping[str, dict[str, Any]]) -> list
 def _rows_of_accuracies(runs_of: Mapping[str, Runs]) -> list[list[str]]:
     """Two rows for each level and decoding: the accuracy of each method, and its difference to that of the first."""
     first, *others = runs_of
-    measures: dict[str, None] = {}  # in the order in which runs have them
+    measures: dict[str, None] = {}  # level and decoding of accuracies, in the order in which runs have them
     for runs in runs_of.values():
         for after in runs.values():
             measures |= dict.fromkeys(after)

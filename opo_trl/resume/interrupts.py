@@ -33,8 +33,8 @@ class SaveOnInterrupt(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self._received = 0  # number of the signal that this process has received
-        self._agreed = 0  # the same of any process, once they have agreed to stop
+        self._received = 0  # number of the signal that this process has received; 0: none
+        self._agreed = 0  # number of the signal that any process has received, once all have agreed to stop; 0: none
 
     def __enter__(self):
         self._before = {number: signal.signal(number, self._receive) for number in self._handled()}
@@ -46,7 +46,7 @@ class SaveOnInterrupt(TrainerCallback):
         self.trainer.remove_callback(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._received and error is None:  # it came after the last step
+        if self._received and error is None:  # the signal came after the last step
             signal.raise_signal(self._received)
 
     def _handled(self) -> Sequence[int]:
@@ -66,7 +66,7 @@ class SaveOnInterrupt(TrainerCallback):
                 f"\n{signal.Signals(number).name}: the run saves a checkpoint after this optimizer step and ends. "
                 f"{self.way_out} ends it now.\n"
             )
-            os.write(2, message.encode())  # not `print`: the signal may interrupt one
+            os.write(2, message.encode())  # not by `print`, as the signal may interrupt one
 
     def _receive_again(self, number: int, frame: FrameType | None) -> None:
         if time.monotonic() - self._received_at > 1:  # a launcher passes on what the terminal has sent to all

@@ -45,7 +45,7 @@ def _warn_of_old_antlr() -> None:
 if parent_process() is None:  # each worker imports this module, too
     _warn_of_old_antlr()
 
-# Seconds of processor time.
+# Most seconds of processor time for reading one answer, and for comparing two
 PARSING_LIMIT = 5.0
 VERIFYING_LIMIT = 5.0
 
@@ -112,7 +112,7 @@ def score(completion: str, solution: str) -> float | None:
     gold_value, gold_unit = units.split_unit(gold)
     answer_value, answer_unit = units.split_unit(answer)
     is_same_unit = units.same_unit(gold_unit, answer_unit)
-    # As strings, with or without their units.
+    # Compare the answers as strings, with or without their units.
     if answer and notation.same_string(gold, answer):
         return 1.0
     if answer and is_same_unit and notation.same_string(gold_value, answer_value):
@@ -124,7 +124,7 @@ def score(completion: str, solution: str) -> float | None:
             return 1.0
         if not gold_value.isupper():  # `ABC` may be a product
             return 0.0
-    # As mathematics.
+    # Compare the answers as mathematics.
     gold_value = notation.without_thousands(gold_value)
     answer_value = notation.without_thousands(answer_value)
     parsed_gold = _parse(gold_value)
@@ -142,6 +142,7 @@ def score(completion: str, solution: str) -> float | None:
 
 
 def _gold_answer(solution: str) -> str:
+    """The gold answer in a solution: in its last box, after the last `####`, or all of it."""
     if find_boxes(solution):
         return final_answer(solution) or ""
     return solution.rpartition(MARK)[2]
@@ -159,7 +160,7 @@ def _has_another_form(gold: str, answer: str) -> bool:
     r"""Whether an answer is not in the gold answer's form, where math-verify does not look at the form."""
     if notation.is_unevaluated(gold, answer):
         return True
-    # `\{1,2\}` and `(1,2)`
+    # A set, such as `\{1,2\}`, and a pair, such as `(1,2)`, are different.
     brackets = {_brackets(gold), _brackets(answer)}
     return brackets == {"{}", "()"} or notation.count_primes(gold) != notation.count_primes(answer)
 

@@ -235,7 +235,7 @@ def _limit(memory: int, reward: Callable[..., Any]) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
     _prctl(_PDEATHSIG, signal.SIGTERM)
     _prctl(_CHILD_SUBREAPER, 1)
-    Finalize(None, _end_descendants, exitpriority=0)  # also on SIGTERM, by pebble's handler
+    Finalize(None, _end_descendants, exitpriority=0)  # pebble's handler calls it on SIGTERM, too
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets a process that has ended
     _pipe, pipe_of_scorer = Pipe()
     pid = os.fork()
@@ -275,7 +275,7 @@ def _pass_on(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | 
     try:
         _pipe.send((reward, call))
         while not _pipe.poll(1):
-            if not _scorer.is_running():  # and something that it has forked holds the pipe open
+            if not _scorer.is_running():  # it has ended, and something that it has forked holds the pipe open
                 raise EOFError
         return _pipe.recv()
     except (EOFError, OSError):
@@ -285,8 +285,9 @@ def _pass_on(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | 
 
 def _end_descendants() -> None:
     """End what this process has started, what that has started, and so on."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which would end this one first
-    for _ in range(300):  # one may be starting another; one that changes its user cannot be ended
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a SIGTERM would end this process before its descendants
+    # Several times, as a process may be starting another; not forever, as one that changes its user cannot be ended.
+    for _ in range(300):
         descendants = psutil.Process().children(recursive=True)
         if not descendants:
             return
@@ -313,7 +314,8 @@ def forbid() -> None:
     answers that are evaluated as Python then change nothing. No sandbox, but it stops what a model writes by chance.
     """
     if _in_worker:
-        sys.addaudithook(_raise_if_forbidden)  # cannot be removed: an answer may have started threads
+        # It stays for the rest of the process: an answer may have started threads.
+        sys.addaudithook(_raise_if_forbidden)
 
 
 def _raise_if_forbidden(event: str, arguments: tuple) -> None:

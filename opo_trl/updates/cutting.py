@@ -198,7 +198,7 @@ def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
     bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
     if prompts is None:
         return Cut(order, bounds, shared=False, cost=cost)
-    tokens = 0.0  # with padding, and as many more as attention between them costs
+    tokens = 0.0  # tokens with padding, and as many more as attention between them costs
     for part in np.split(order, bounds):
         width = lengths[part].max(axis=0, initial=0).sum()
         tokens += float(prompts.cost(len(part) * width, width))
@@ -221,7 +221,7 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
     greedily filled bins cost 2–7 % more, and up to 23 % more tokens with [`FEWEST_PASSES`] and `max_tokens`.
     """
     largest, n_completions = costs_of_parts.shape
-    # Of the first 0, 1, … completions: the least cost, and the size of the last part that has it.
+    # For the first 0, 1, … completions: the least cost, and the size of the last part in the cut that has it
     least_cost = np.zeros(n_completions + 1)
     last_size = np.zeros(n_completions + 1, dtype=int)
     for end in range(1, n_completions + 1):
@@ -257,7 +257,7 @@ def _best_split(lengths: np.ndarray) -> tuple[float, int]:
     """Change in padded tokens (≤ 0) by the best split of a part in two, and the size of the first one."""
     if len(lengths) < 2:
         return math.inf, 0
-    # Of parts of the first 1, 2, … completions, and of the last 1, 2, …
+    # Widths of parts of the first 1, 2, … completions, and of the last 1, 2, …
     width_of_first = np.maximum.accumulate(lengths).sum(axis=1)
     width_of_last = np.maximum.accumulate(lengths[::-1]).sum(axis=1)
     sizes = np.arange(1, len(lengths))

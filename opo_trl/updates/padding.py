@@ -25,7 +25,7 @@ from trl.models.utils import disable_gradient_checkpointing
 
 logger = get_logger(__name__)
 
-MOST_TOKENS = 24  # of the prompt, and of the completion, that is passed through the model with and without padding
+MOST_TOKENS = 24  # tokens of a prompt, and of a completion, that are passed through the model with and without padding
 
 
 def takes_positions(model: Any) -> bool:
@@ -33,7 +33,7 @@ def takes_positions(model: Any) -> bool:
     if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         return False
     base = model.get_base_model() if is_peft_model(model) else model
-    if base.config.get_text_config() is not base.config:  # those of images are other positions
+    if base.config.get_text_config() is not base.config:  # with images, positions are not places in the text
         return False
     return "position_ids" in inspect.signature(base.forward).parameters
 
