@@ -122,7 +122,7 @@ def copy_out(name: str, output: Path) -> Sequence[Path]:
     name = name.removeprefix("recipes/")
     source = SHIPPED / name
     files = sorted(file for file in source.glob("*.*") if file.is_file()) if source.is_dir() else [source]
-    if not name or not all(map(Path.is_file, files)):
+    if not (name and files and all(map(Path.is_file, files))):
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
     parts: dict[str, None] = {}  # in order, without duplicates
     for file in files:

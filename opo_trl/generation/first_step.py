@@ -188,7 +188,7 @@ class FirstStep:
             name = self.trainer.reward_func_names[index]
             if inputs.get("completion_ids") != [*completion_ids]:
                 yield f"{name} did not get the completions' tokens in their order"
-            for column in rows[0].keys() & inputs.keys() - {"prompt", "completion"}:
+            for column in sorted(rows[0].keys() & inputs.keys() - {"prompt", "completion"}):
                 if [*inputs[column]] != [row[column] for row in rows]:
                     yield f"{name} did not get the column {column!r} in the order of the completions"
             expected = [math.nan if value is None else float(value) for value in values]

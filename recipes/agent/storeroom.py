@@ -163,8 +163,9 @@ def play_by_script(kind: str, seed: int, split: str = "train", mistakes: bool = 
 
     def call(name: str, **arguments: Any) -> None:
         function = {"name": name, "arguments": json.dumps(arguments)}
-        tool_call = {"type": "function", "function": function}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [tool_call]})
+        messages.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        )
         messages.append({"role": "tool", "name": name, "content": getattr(game, name)(**arguments)})
 
     def errs(rate: float) -> bool:
