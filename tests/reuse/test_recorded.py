@@ -553,7 +553,7 @@ def test_a_run_goes_on_with_the_rollouts_that_it_began_with(tiny_model, tmp_path
         ({"logprobs": [-1.0]}, "'logprobs', which is not used. Add `completion_ids`"),
         ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "`logprobs` is [-1.0]"),
         ({"completion_ids": [1, 2], "completion_mask": [1, 2]}, "`completion_mask` is [1, 2]"),
-        ({"completion_ids": [1, 2], "group_mask": [0, 1]}, "'loss_mask', which is not used."),
+        ({"completion_ids": [1, 2], "group_mask": [0, 1]}, "'group_mask', which is not used."),
         ({"reward": "good"}, "`reward` is 'good'"),
         ({"temperature": "high"}, "`temperature` is 'high'"),
     ],
