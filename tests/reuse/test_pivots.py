@@ -8,20 +8,23 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from helpers import RecordingOPO, even_tokens, logged, make_trainer, snapshot, without_times
+from helpers import DEVICE_FIELDS, RecordingOPO, even_tokens, logged, make_trainer, snapshot, without_times
 from invariance.launch import launch, logs
 from peft import LoraConfig
 from tiny import make_tokenizer, save_tiny_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from opo_trl import OPOConfig
+from opo_trl.checks.files import read_lines
 from opo_trl.command import cli
+from opo_trl.command.train import main as train
 from opo_trl.data.files import load_rows
 from opo_trl.generation.prompt_order import EpochSampler
 from opo_trl.reuse import to_pivots
 from opo_trl.rewards import action_reward
 
 
+RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "qwen3-1.7b" / "pivots.yaml"
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 
 
@@ -32,7 +35,11 @@ def tool(name: str) -> dict:
 
 def call(name: str, **arguments) -> dict:
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": function}],
+    }
 
 
 def conversation(city: str, name: str = "look", reward: float | None = 1.0, **columns) -> dict:
@@ -283,10 +290,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, pivots, tmp_path)
 
 
 def test_a_checkpoint_of_other_tokens_is_not_resumed(model, pivots, tmp_path):
-    run(model, tmp_path, pivots, save_strategy="steps", save_steps=1, max_steps=1).train()
+    options = {"num_iterations": 2, "max_steps": 1}
+    run(model, tmp_path, pivots, save_strategy="steps", save_steps=1, **options).train()
     others = pivots.map(lambda row: {"prompt_ids": [*row["prompt_ids"][1:], 5]})
     with pytest.raises(ValueError, match=r"train_dataset\.checksum"):
-        run(model, tmp_path, others, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        run(model, tmp_path, others, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def train_on_processes(model: str, folder: str, processes: int) -> None:
@@ -382,3 +390,42 @@ def test_plan_and_length_limit_count_the_rows_tokens(model, pivots, tmp_path, to
     shortest = min(map(len, pivots["prompt_ids"]))
     assert len(drop_long_prompts(pivots, tokenizer, shortest)) >= 1
     assert len(drop_long_prompts(pivots, tokenizer, longest - 1)) < len(pivots)
+
+
+def test_recipe_takes_two_steps_on_real_logs_with_the_real_tokenizer(shared_data, tmp_path, capsys):
+    model = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / "Qwen3-1.7B")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    config = Qwen3Config(vocab_size=151_936, num_attention_heads=2, num_key_value_heads=1, **sizes)
+    Qwen3ForCausalLM(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    source = shared_data / "nemo_gym" / "terminal_multi_harness" / "example.jsonl"
+    dataset = tmp_path / "pivots"
+    words = ["pivots", str(source), "--model", str(model), "--output", str(dataset), "--test-fraction", "0.25"]
+    assert cli.main(words) == 0
+    fields = {
+        **DEVICE_FIELDS,
+        "model_name_or_path": model,
+        "dataset_name": dataset,
+        "output_dir": tmp_path / "run",
+        "use_vllm": "false",
+        "dtype": "float32",
+        "bf16": "false",
+        "attn_implementation": "sdpa",
+        "optim": "sgd",
+        "num_generations": 2,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "max_completion_length": 4,
+        "vllm_max_model_length": 512,
+        "max_steps": 2,
+        "save_strategy": "no",
+    }
+    words = ["--config", str(RECIPE), *[word for name, value in fields.items() for word in (f"--{name}", str(value))]]
+    assert train([*words, "--plan"]) == 0
+    assert "prompt_style: dataset" in capsys.readouterr().out
+    assert train(words) == 0
+    steps = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line["rewards/action_reward/mean"] == 0 for line in steps)

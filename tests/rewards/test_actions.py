@@ -111,7 +111,6 @@ def test_page_has_twenty():
         written({"city": "Rome"}).removesuffix("\n</tool_call>"),
         written('"{}"') + "<|im_end|>",
         written("[1, 2]") + "<|im_end|>",
-        written("null") + "<|im_end|>",
         "<tool_call>\n[1]\n</tool_call><|im_end|>",
         '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call><|im_end|>',
         '<tool_call>\n{"arguments": {}}\n</tool_call><|im_end|>',
