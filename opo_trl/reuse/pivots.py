@@ -224,11 +224,10 @@ def _prompt_ids(
     tokenizer = reader.tokenizer
     text, ids = turns.context(tokenizer, before, tools, options)
     rendered = as_rendered([*before, action])
-    try:
-        text_of_action = turns.ChatTemplate(tokenizer, tools, options).turn(rendered, text, ends=())
-    except UnfaithfulError:
+    text_with_action = turns.ChatTemplate(tokenizer, tools, options).text(rendered)
+    if not text_with_action.startswith(text):
         return ids  # The prompt opens a thought that the log does not have: the policy writes its own.
-    written = tokenizer(text_of_action, add_special_tokens=False)["input_ids"]
+    written = tokenizer(text_with_action.removeprefix(text), add_special_tokens=False)["input_ids"]
     done = reader.read(written, prompt_ids=ids, tools=tools)
     verdict = reader.verdict(logged_action(action), done, tools, {})
     if verdict != SAME:

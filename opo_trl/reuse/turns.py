@@ -160,7 +160,7 @@ class ChatTemplate:
 
     def context(self, messages: Sequence[Message]) -> str:
         """The text of messages, and the generation prompt."""
-        return self._text(messages, add_generation_prompt=True)
+        return self.text(messages, add_generation_prompt=True)
 
     def turn(self, messages: Sequence[Message], text_before: str, ends: Sequence[str]) -> str:
         """
@@ -169,7 +169,7 @@ class ChatTemplate:
         Raises:
             [`UnfaithfulError`]: it does not begin with its context.
         """
-        text = self._text(messages)
+        text = self.text(messages)
         if not text.startswith(text_before):
             raise UnfaithfulError("the chat template renders something else before a turn than its generation prompt")
         text_of_turn = text.removeprefix(text_before)
@@ -185,10 +185,11 @@ class ChatTemplate:
         """
         with_words, expected = messages_in_other_words(messages, turns)
         last_is_turn = len(messages) - 1 in turns
-        text_with_words = self._text(with_words, add_generation_prompt=not last_is_turn)
+        text_with_words = self.text(with_words, add_generation_prompt=not last_is_turn)
         check_context(text_with_words, expected)
 
-    def _text(self, messages: Sequence[Message], **options: Any) -> str:
+    def text(self, messages: Sequence[Message], **options: Any) -> str:
+        """The text of messages."""
         tools = remove_none_values(list(self.tools or ())) or None
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self.options, **options)

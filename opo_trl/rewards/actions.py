@@ -157,7 +157,7 @@ class ActionReader:
     ) -> Action:
         """What a completion of these tokens does; malformed if it cannot be read, whatever it is."""
         malformed = Action([], "", is_malformed=True)
-        prefix = None if prompt_ids is None else list(prompt_ids)
+        prefix = list(prompt_ids or ())  # Without any, a new-style parser would refuse all.
         try:
             turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=list(tools or ()) or None)
             functions = [call["function"] for call in turn.get("tool_calls") or ()]

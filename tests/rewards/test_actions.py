@@ -111,7 +111,6 @@ def test_page_has_twenty():
         written({"city": "Rome"}).removesuffix("\n</tool_call>"),
         written('"{}"') + "<|im_end|>",
         written("[1, 2]") + "<|im_end|>",
-        written("null") + "<|im_end|>",
         "<tool_call>\n[1]\n</tool_call><|im_end|>",
         '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call><|im_end|>',
         '<tool_call>\n{"arguments": {}}\n</tool_call><|im_end|>',
@@ -129,10 +128,12 @@ def test_neither_a_call_nor_a_message(reader, text):
 
 @pytest.mark.parametrize(
     "value",
-    ['"' + "x" * 100_000 + '"', "1e400", "-1e999", "NaN", "1" * 4_000, "[" * 300 + "]" * 300, '"\\ud83d"', "{}"],
+    ['"' + "x" * 20_000 + '"', "1e400", "-1e999", "NaN", "1" * 4_000, "[" * 300 + "]" * 300, '"\\ud83d"', "{}"],
     ids=lambda value: value[:10],
 )
-@pytest.mark.parametrize("logged", ["Rome", 1, 1.5, None, True, [1], {"a": 1}, 10**400])
+@pytest.mark.parametrize(
+    "logged", ["Rome", 1, 1.5, None, True, [1], {"a": 1}, 10**400], ids=lambda value: f"{value!r:.9}"
+)
 def test_any_value_has_a_verdict(reader, value, logged):
     text = written(f'{{"city": {value}}}') + "<|im_end|>"
     assert verdict(reader, message({"city": logged}), text) in ("another 'city'", "'city' is not in the log")
