@@ -96,7 +96,8 @@ def test_a_state_has_the_tokens_of_the_template_with_its_own_tools(pivots, token
         assert tokenizer.decode(row["prompt_ids"]) == text
         name = row["action"]["tool_calls"][0]["function"]["name"]
         assert f'"name": "{name}"' in text
-        assert row["prompt"] and row["turn"] == len(row["prompt"])
+        assert row["prompt"]
+        assert row["turn"] == len(row["prompt"])
     assert pivots[0]["action"] == {
         "role": "assistant",
         "content": "",
@@ -144,7 +145,8 @@ def test_trajectories_that_begin_alike_are_held_out_together(tokenizer, tmp_path
         rows.append(row)
     splits = to_pivots(written(tmp_path, *rows), tokenizer, test_fraction=0.3, seed=1)
     tasks = {name: {row["prompt"][0]["content"] for row in split} for name, split in splits.items()}
-    assert len(tasks["test"]) == 3 and len(tasks["train"]) == 7
+    assert len(tasks["test"]) == 3
+    assert len(tasks["train"]) == 7
     assert not tasks["train"] & tasks["test"]
     with pytest.raises(ValueError, match="leaves none to train on"):
         to_pivots(written(tmp_path, rows[0]), tokenizer, test_fraction=0.3)
@@ -180,7 +182,8 @@ def test_rows_of_nemo_gym_are_taken_as_they_are(tokenizer, shared_data, caplog):
     assert "no rewards" not in caplog.text
     source = folder / "single_step_tool_use_with_argument_comparison" / "example.jsonl"
     rows = to_pivots(str(source), tokenizer, messages=True)["train"]
-    assert len(rows) == 5 and all(len(row["tools"]) == 14 for row in rows)
+    assert len(rows) == 5
+    assert all(len(row["tools"]) == 14 for row in rows)
 
 
 def test_the_command_writes_what_a_recipe_names(model, pivots, tmp_path, capsys):
@@ -189,9 +192,11 @@ def test_the_command_writes_what_a_recipe_names(model, pivots, tmp_path, capsys)
     words = ["pivots", source, "--model", model, "--output", str(output), "--test-fraction", "0.25"]
     assert cli.main([*words, "--overlap", "book.city=0.5"]) == 0
     printed = capsys.readouterr().out
-    assert "train: 6 states of 3 trajectories" in printed and "test: 2 states of 1 trajectories" in printed
+    assert "train: 6 states of 3 trajectories" in printed
+    assert "test: 2 states of 1 trajectories" in printed
     train, test = load_rows(str(output)), load_rows(str(output), split="test")
-    assert len(train) == 6 and len(test) == 2
+    assert len(train) == 6
+    assert len(test) == 2
     assert train.column_names == [*pivots.column_names, "overlap"]
     assert train[0]["overlap"] == {"book.city": 0.5}
     assert cli.main(words) == 2
