@@ -266,9 +266,7 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
                 f"{place}: `completion` is [], as the assistant says nothing in `messages`. "
                 "Append what it has answered."
             )
-        are_policy = [message["role"] == "assistant" and is_trained(message) for message in messages]
-        roles = [message["role"] for message in messages]
-        first = are_policy.index(True) if any(are_policy) else roles.index("assistant")
+        first = _first_turn(messages)
         row["prompt"] = messages[:first]
         row["completion"] = messages[first:]
         if "group" not in row:
@@ -276,6 +274,14 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
             if names:
                 row["group"] = row[names[0]]
     return rows
+
+
+def _first_turn(messages: Rows) -> int:
+    """Where the assistant's first turn is that is trained on or, if none is, its first."""
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [place for place in turns if is_trained(messages[place])]
+    first, *_ = trained or turns
+    return first
 
 
 def _from_json(value: Any) -> Any:

@@ -403,7 +403,11 @@ def _groups_of_rows(rows_of_group: list[list[Row]]) -> list[list[Row]]:
     n_groups = max(map(len, rows_of_group))
     groups = []
     for number in range(n_groups):
-        groups.append([rows[number] if number < len(rows) else _masked(rows[-1]) for rows in rows_of_group])
+        group = []
+        for rows in rows_of_group:
+            has_row = number < len(rows)
+            group.append(rows[number] if has_row else _masked(rows[-1]))
+        groups.append(group)
     return groups
 
 

@@ -134,7 +134,8 @@ def token_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
     for item in items:
         if not item.get("generation_token_ids"):
             continue
-        prompt_ids, ids = list(item["prompt_token_ids"]), list(item["generation_token_ids"])
+        prompt_ids = list(item["prompt_token_ids"])
+        ids = list(item["generation_token_ids"])
         logps = list(item["generation_log_probs"])
         if not rows or prompt_ids[: len(ids_of_row)] != ids_of_row:
             rows.append({"prompt_ids": prompt_ids, "completion_ids": [], "completion_mask": [], "logprobs": []})

@@ -86,8 +86,8 @@ def test_rollouts_of_nemo_gym(tmp_path, caplog):
     ]
     file = written(tmp_path, rows)
     (group,) = load_rollouts(file, 2)[RECORDED]
-    assert sorted(row["completion"][-1]["content"] for row in group) == ["right", "wrong"]
-    assert sorted(row["reward"] for row in group) == [0.0, 1.0]
+    last_turns = {row["reward"]: row["completion"][-1] for row in group}
+    assert {reward: turn["content"] for reward, turn in last_turns.items()} == {1.0: "right", 0.0: "wrong"}
     assert group[0]["tools"] == [{"type": "function", "function": {"name": "guess"}}]
     assert (
         "2 of its 5 conversations are left out: an item is of type 'web_search_call' (1, such as row 3)" in caplog.text
@@ -136,7 +136,9 @@ def test_the_rollouts_of_nemo_gym_are_read(shared_data):
     for file in sorted(folder.glob("*/example_rollouts*.jsonl")):
         rows = load_conversations(str(file))
         assert all(row["reward"] is not None for row in rows)
-        assert all(any(turn["role"] == "assistant" for turn in row["completion"]) for row in rows)
+        for row in rows:
+            roles = {turn["role"] for turn in row["completion"]}
+            assert "assistant" in roles
         n_rows += len(rows)
     assert n_rows == 85
     tasks = str(folder / "swe_pivot" / "example.jsonl")
