@@ -4,13 +4,16 @@ Logs of agents and of other trainers, as recorded rollouts ([`reuse.reading`]).
 `READERS` tells by their columns those that are read, and `OTHERS` some that are not, with what to do.
 """
 
+import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
-from itertools import groupby
-from operator import itemgetter
+from contextlib import suppress
 from typing import Any
 
 from ..data.prompts import is_chat
+from .conversations import is_trained
+from .response_items import UnreadableError, are_items, messages_of, text_of_parts, token_rows, tools_of
 
 
 logger = logging.getLogger(__name__)
@@ -23,6 +26,11 @@ PLACE = "row_of_rollouts"
 
 # Settings by which tokens are left out of sampling, and the values, besides null, with which none are.
 TRUNCATIONS = {"top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
+
+# Columns by which programs name the task of a conversation, so that those with the same are one group.
+_NAMES_OF_GROUPS = ("group", "group_id", "group_index", "task_id", "example_id")
+
+_TOKENS = "rows_of_tokens"
 
 _AS_CHAT = "Write each conversation as a row with `messages`, as OpenAI's chat API takes them, and `reward`"
 _LANGCHAIN = ("LangChain's", "Write what its `convert_to_openai_messages` returns")
@@ -38,41 +46,60 @@ def place_of(row: Row) -> str:
 
 
 def _of_verifiers(rows: Rows, source: str) -> Rows:
-    """`traces.jsonl`, also of prime-rl: traces of agents that are trained; those with an error are unscored."""
+    """
+    `traces.jsonl`, also of prime-rl: traces of agents that are trained; those with an error are unscored. Each path
+    from the first message to a last one is a row, in which what an earlier row has trained on is context.
+    """
     traces: Rows = []
     for episode in rows:
         of_episode = {"group": episode.get("group"), PLACE: episode[PLACE]}
         traces += [{**trace, **of_episode} for trace in episode["traces"] if trace["agent"]["trainable"]]
-    paths = [trace for trace in traces if _is_one_path(trace["nodes"])]
-    with_tokens = [trace for trace in paths if _has_tokens(trace["nodes"])]
-    usable = with_tokens or paths
-    one_path = "one conversation, whose assistant's turns the model has written"
+    with_turns = [trace for trace in traces if any(node["sampled"] for node in trace["nodes"])]
+    with_tokens = [trace for trace in with_turns if _has_tokens(trace["nodes"])]
+    usable = with_tokens or with_turns
     if not usable:
         raise ValueError(
             f"rollouts={source!r}, {place_of(rows[0])}: this trace of verifiers, like all others, is of an agent that "
-            f"is not trained, or not {one_path}. "
-            "Record others, or write each of their branches as a row with `messages` and `reward`."
+            "is not trained, or has no turn that a model has written. Record others."
         )
-    unusable = {f"are not {one_path}": len(traces) - len(paths), "have no tokens": len(paths) - len(usable)}
+    unusable = {
+        "have no turn that a model has written": len(traces) - len(with_turns),
+        "have no tokens": len(with_turns) - len(usable),
+    }
     for reason, count in unusable.items():
         if count:
             logger.warning(
                 f"rollouts={source!r}: {count:,} of its {len(traces):,} traces {reason}. They are left out."
             )
-    columns_of_trace = _tokens_of_trace if with_tokens else _messages_of_trace
-    return [_row_of_trace(trace) | columns_of_trace(trace) for trace in usable]
+    columns_of_path = _tokens_of_path if with_tokens else _messages_of_path
+    rows_of_paths = []
+    for trace in usable:
+        for path in _paths(trace["nodes"]):
+            rows_of_paths.append(_row_of_trace(trace, path) | columns_of_path(trace, path))
+    return rows_of_paths
 
 
-def _is_one_path(nodes: Rows) -> bool:
-    """Whether the messages of a trace are one conversation, in which the model has said what the assistant says."""
+def _paths(nodes: Rows) -> list[Rows]:
+    """
+    The nodes from the first message to each of the last ones; `is_own` is whether the model has written a node, and
+    in no earlier path. A path without such a node is left out.
+    """
     parents = {node.get("parent") for node in nodes}
-    parents.discard(None)
-    n_leaves = len(nodes) - len(parents)
-    are_sampled = [node["sampled"] for node in nodes if node["message"]["role"] == "assistant"]
-    if n_leaves != 1 or not any(are_sampled):
-        return False
-    first = are_sampled.index(True)
-    return all(are_sampled[first:])
+    paths = []
+    seen: set[int] = set()
+    for leaf in range(len(nodes)):
+        if leaf in parents:
+            continue
+        places: list[int] = []
+        place: int | None = leaf
+        while place is not None:
+            places.insert(0, place)
+            place = nodes[place].get("parent")
+        path = [{**nodes[place], "is_own": nodes[place]["sampled"] and place not in seen} for place in places]
+        seen.update(places)
+        if any(node["is_own"] for node in path):
+            paths.append(path)
+    return paths
 
 
 def _has_tokens(nodes: Rows) -> bool:
@@ -80,10 +107,9 @@ def _has_tokens(nodes: Rows) -> bool:
     return all(any(node["mask"]) for node in nodes if node["sampled"])
 
 
-def _row_of_trace(trace: Row) -> Row:
-    """The columns that a trace has with tokens and without."""
-    first = _first_sampled(trace["nodes"])
-    row: Row = {"prompt": _messages(trace["nodes"][:first])}
+def _row_of_trace(trace: Row, path: Rows) -> Row:
+    """The columns that a path of a trace has with tokens and without."""
+    row: Row = {"prompt": [node["message"] for node in path[: _first_own(path)]]}
     settings = [call.get("sampling") or {} for call in trace["calls"]]
     for name in ("temperature", *TRUNCATIONS):
         row[name] = _first_set(name, settings)
@@ -112,117 +138,181 @@ def _first_set(name: str, settings: Rows) -> Any:
     return None
 
 
-def _first_sampled(nodes: Rows) -> int:
-    """Where the first message is that the model has written."""
-    return next(index for index, node in enumerate(nodes) if node["sampled"])
+def _first_own(path: Rows) -> int:
+    """Where the first message is that counts as the model's."""
+    return next(index for index, node in enumerate(path) if node["is_own"])
 
 
-def _messages(nodes: Rows) -> list[Any]:
-    return [node["message"] for node in nodes]
-
-
-def _tokens_of_trace(trace: Row) -> Row:
-    """The columns of a trace with tokens; its completion begins with the first token that the model has sampled."""
+def _tokens_of_path(trace: Row, path: Rows) -> Row:
+    """The columns of a path with tokens; its completion begins with the first token that the model has sampled."""
     token_ids: list[int] = []
     mask: list[bool] = []
-    sampled_logps: list[float] = []
+    logps: list[float | None] = []
     last_text = ""
-    for node in trace["nodes"]:
+    for node in path:
         token_ids += node["token_ids"]
-        mask += node["mask"]
-        sampled_logps += node["logprobs"]
-        if node["sampled"]:
+        mask += [is_sampled and node["is_own"] for is_sampled in node["mask"]]
+        remaining_logps = iter(node["logprobs"])  # A trace that lacks some is rejected with its row.
+        logps += [next(remaining_logps, None) if is_sampled else None for is_sampled in node["mask"]]
+        if node["is_own"]:
             last_text = node["message"].get("content") or ""
     start = mask.index(True)
-    remaining_logps = iter(sampled_logps)  # A trace that lacks some is rejected with its row.
     return {
         "prompt_ids": token_ids[:start],
         "completion_ids": token_ids[start:],
         "completion_mask": mask[start:],
-        "logprobs": [next(remaining_logps, None) if is_sampled else None for is_sampled in mask[start:]],
+        "logprobs": logps[start:],
         "completion": last_text,  # It shows whether the tokenizer is the model's.
     }
 
 
-def _messages_of_trace(trace: Row) -> Row:
-    """The columns of a trace without tokens."""
-    first = _first_sampled(trace["nodes"])
-    tools = [_function(tool, "name", "description", "parameters") for tool in trace["tools"]]
-    return {"completion": _messages(trace["nodes"][first:]), "tools": tools}
+def _messages_of_path(trace: Row, path: Rows) -> Row:
+    """The columns of a path without tokens."""
+    messages = []
+    for node in path[_first_own(path) :]:
+        message = node["message"]
+        is_context = message["role"] == "assistant" and not node["is_own"]
+        messages.append({**message, "trainable": False} if is_context else message)
+    return {"completion": messages, "tools": tools_of(trace["tools"])}
 
 
-# Tables of verl and TRL, and conversations of anybody
+# Items of OpenAI's Responses API, and conversations of anybody
 
 
-def _of_verl(rows: Rows, source: str) -> Rows:
-    logger.warning(
-        f"rollouts={source!r}: verl's `rollout_data_dir` has text without special tokens: prompts lack those of the "
-        "chat template, and what tools have written counts as sampled."
-    )
-    columns = {"prompt": "input", "completion": "output", "reward": "score", "group": "step", PLACE: PLACE}
-    return [{ours: row.get(theirs) for ours, theirs in columns.items()} for row in rows]
-
-
-def _of_trl(rows: Rows, source: str) -> Rows:
-    """`completions_*.parquet`. Weights of rewards are not in there: if there are several, the advantage is taken."""
-    logger.warning(
-        f"rollouts={source!r} is of TRL: a file of a step at which the run evaluated has those completions, too. "
-        "Leave it out."
-    )
-    others = rows[0].keys() - {"step", "prompt", "completion", "advantage"}
-    scores = []
-    for name in others:
-        if all(isinstance(row[name], float | None) for row in rows):
-            scores.append(name)
-    reward = scores[0] if len(scores) == 1 else "advantage"
+def _of_responses(rows: Rows, source: str) -> Rows:
+    """Rollouts of NeMo Gym, or an input with its output: what is in the output is the policy's."""
+    left_out: defaultdict[str, list[str]] = defaultdict(list)
+    n_hidden = 0
+    rollouts: Rows = []
+    for row in rows:
+        request = row.get("responses_create_params") or row
+        output = row["response"]["output"] if "response" in row else row["output"]
+        try:
+            if row.get("mask_sample"):
+                raise UnreadableError("`mask_sample` says that it is not to be trained on")
+            rollout = _rollout_of_items(request, output)
+        except UnreadableError as error:
+            left_out[str(error)].append(place_of(row))
+            continue
+        n_hidden += any(turn.get("reasoning_content") == "" for turn in rollout["completion"])
+        rollout["reward"] = row.get("reward")
+        for name in ("_ng_task_index", *_NAMES_OF_GROUPS):
+            if row.get(name) is not None:
+                rollout["group"] = str(row[name])
+                break
+        rollouts.append({**rollout, PLACE: row[PLACE], _TOKENS: token_rows(output)})
+    _warn_of_left_out(left_out, len(rows), source)
+    if n_hidden:
+        logger.warning(
+            f"rollouts={source!r}: {n_hidden:,} of its {len(rows):,} conversations have thoughts whose text their "
+            "server has kept for itself. What the model wrote after them is taken as if it had not thought."
+        )
+    with_tokens = [rollout for rollout in rollouts if rollout[_TOKENS]]
     rows_of_rollouts = []
-    previous = None
-    for _, rows_with_step in groupby(rows, key=itemgetter("step")):
-        rows_of_step = list(rows_with_step)
-        rollout = [{name: row[name] for name in row.keys() - {"step", PLACE}} for row in rows_of_step]
-        if rollout != previous:  # TRL writes a rollout again at each step that it serves.
-            rows_of_rollouts += rows_of_step
-        previous = rollout
-    return [_row_of_trl(row, reward, scores) for row in rows_of_rollouts]
+    for rollout in with_tokens or rollouts:
+        rows_of_tokens = rollout.pop(_TOKENS)
+        if not rows_of_tokens:
+            rows_of_rollouts.append(rollout)
+        for tokens in rows_of_tokens:
+            text = rollout["completion"][-1]["content"]
+            rows_of_rollouts.append({**rollout, **tokens, "completion": text})
+    return rows_of_rollouts
 
 
-def _row_of_trl(row: Row, reward: str, scores: Collection[str]) -> Row:
-    """A row whose reward is in the column of this name; without any of the `scores`, it is unscored."""
-    is_scored = any(row[name] is not None for name in scores)
-    return {
-        "prompt": row["prompt"],
-        "completion": row["completion"],
-        "reward": row[reward] if is_scored else None,
-        "group": row["step"],
-        PLACE: row[PLACE],
-    }
+def _rollout_of_items(request: Row, output: Rows) -> Row:
+    """The columns of a request and what a model has answered, both in items."""
+    if not isinstance(output, list):
+        raise UnreadableError(f"its output is {output!r:.60}, and no list of items")
+    prompt = messages_of(request["input"])
+    if request.get("instructions"):
+        prompt.insert(0, {"role": "system", "content": request["instructions"]})
+    completion = messages_of(output)
+    if not any(message["role"] == "assistant" for message in completion):
+        raise UnreadableError("the model has answered nothing")
+    return {"prompt": prompt, "completion": completion, "tools": tools_of(request.get("tools") or ())}
+
+
+def _warn_of_left_out(left_out: Mapping[str, list[str]], n_rows: int, source: str) -> None:
+    count = sum(map(len, left_out.values()))
+    if not count:
+        return
+    reasons = [f"{reason} ({len(places):,}, such as {places[0]})" for reason, places in left_out.items()]
+    problem = f"rollouts={source!r}: {count:,} of its {n_rows:,} conversations are left out: {'; '.join(reasons)}."
+    if count == n_rows:
+        raise ValueError(f"{problem} None is left.")
+    logger.warning(problem)
 
 
 def _of_conversations(rows: Rows, source: str) -> Rows:
-    """Of anybody: the completion begins with what the assistant says first."""
+    """Of anybody: the completion begins with what the assistant says first and is trained on."""
     for row in rows:
         place = f"rollouts={source!r}, {place_of(row)}"
         messages = row.pop("messages")
         if "completion" in row:
             raise ValueError(f"{place}: `completion` is not used beside `messages`. Append it to them, or remove one.")
+        messages = _from_json(messages)
+        if "tools" in row:
+            row["tools"] = _from_json(row["tools"])
+        if are_items(messages):
+            try:
+                messages = messages_of(messages)
+                row["tools"] = tools_of(row.get("tools") or ())
+            except UnreadableError as error:
+                raise ValueError(f"{place}: {error}.") from error
         if not is_chat(messages):
             raise ValueError(f"{place}: {misfit('messages', messages)}.")
-        roles = [message["role"] for message in messages]
-        if "assistant" not in roles:
+        if not any(message["role"] == "assistant" for message in messages):
             raise ValueError(
                 f"{place}: `completion` is [], as the assistant says nothing in `messages`. "
                 "Append what it has answered."
             )
-        first = roles.index("assistant")
+        first = _first_turn(messages)
         row["prompt"] = messages[:first]
         row["completion"] = messages[first:]
+        if "group" not in row:
+            names = [name for name in _NAMES_OF_GROUPS if row.get(name) is not None]
+            if names:
+                row["group"] = row[names[0]]
     return rows
+
+
+def _first_turn(messages: Rows) -> int:
+    """Where the assistant's first turn is that is trained on or, if none is, its first."""
+    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    trained = [place for place in turns if is_trained(messages[place])]
+    first, *_ = trained or turns
+    return first
+
+
+def _from_json(value: Any) -> Any:
+    """A list that is written as JSON text; anything else as it is."""
+    with suppress(TypeError, ValueError):
+        decoded = json.loads(value)
+        if isinstance(decoded, list):
+            return decoded
+    return value
+
+
+def _of_trl(rows: Rows, source: str) -> Rows:
+    raise ValueError(
+        f"rollouts={source!r}, {place_of(rows[0])}, is TRL's table of completions, whose text lacks the special "
+        "tokens, and whose rewards lack their weights. Record a run with `save_rollouts: true`."
+    )
+
+
+def _of_verl(rows: Rows, source: str) -> Rows:
+    raise ValueError(
+        f"rollouts={source!r}, {place_of(rows[0])}, is verl's `rollout_data_dir`, whose text lacks the special "
+        f"tokens. {_AS_CHAT}."
+    )
 
 
 READERS: tuple[tuple[Collection[str], Callable[[Rows, str], Rows]], ...] = (
     (("task", "traces"), _of_verifiers),
-    (("input", "output", "score"), _of_verl),
     (("step", "prompt", "completion", "advantage"), _of_trl),
+    (("input", "output", "score"), _of_verl),
+    (("responses_create_params", "response"), _of_responses),
+    (("input", "output"), _of_responses),
     (("messages",), _of_conversations),
 )
 
@@ -234,12 +324,11 @@ OTHERS: tuple[tuple[Collection[str], str, str], ...] = (
         "Name a `traces.jsonl` in `rollouts` of that run's folder instead",
     ),
     (("task", "nodes"), "a trace of verifiers without its episode", "Write rows with `task` and a list of `traces`"),
-    (("responses_create_params",), "a rollout of NeMo Gym, in items of OpenAI's Responses API", _AS_CHAT),
+    (("responses_create_params",), "a task of NeMo Gym, without a response", "Name its rollouts"),
     (("choices",), "a response of OpenAI's chat API, without what was asked", _AS_CHAT),
     (("request", "response"), "a request with its response, as proxies log them", _AS_CHAT),
     (("custom_id", "response"), "a result of OpenAI's Batch API", _AS_CHAT),
     (("object", "output"), "a response of OpenAI's Responses API", _AS_CHAT),
-    (("input", "output"), "an input with its output, such as OpenAI's Responses API has", _AS_CHAT),
     (("inputs", "outputs"), "a run as LangSmith and other tracers export it", _AS_CHAT),
     (
         ("conversations",),
@@ -251,7 +340,7 @@ OTHERS: tuple[tuple[Collection[str], str, str], ...] = (
     (
         ("prompt", "reward_model"),
         "a problem of verl, without completions",
-        "Name a folder that verl has written as its `rollout_data_dir`",
+        _AS_CHAT,
     ),
 )
 
@@ -291,24 +380,17 @@ def as_chat(message: Row, place: str) -> Row:
     says where it is, for errors. Content that is neither text nor a list stays what it is.
     """
     content = message.get("content") or ""
-    if isinstance(content, list):
-        content = _joined_parts(content, place)
-    calls = message.get("tool_calls") or ()
+    is_one_part = isinstance(content, Mapping) and content.get("type") in ("text", "input_text", "output_text")
+    if isinstance(content, list) or is_one_part:
+        try:
+            content = text_of_parts(content)
+        except UnreadableError as error:
+            raise ValueError(f"{place}: {error}.") from error
+    calls = _from_json(message.get("tool_calls")) or ()
     if isinstance(calls, str):
         raise ValueError(f"{place}: {misfit('tool_calls', calls)}.")
     turn = {**message, "content": content, "tool_calls": [_as_call(call, place) for call in calls]}
     return {name: value for name, value in turn.items() if name == "content" or value not in (None, "", [], {})}
-
-
-def _joined_parts(parts: list[Any], place: str) -> str:
-    """The text of content that is written in parts."""
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, Mapping) else None
-        if not isinstance(text, str):
-            raise ValueError(f"{place}: a message has {part!r:.60}, and only text can be trained on.")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _as_call(call: Any, place: str) -> Mapping[str, Any]:

@@ -83,7 +83,8 @@ def messages_in_other_words(
         word = f"[message {place}]"
         in_other_words, count = _in_other_words(message, word)
         with_words.append(in_other_words)
-        arguments = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        arguments = [function["arguments"] for function in functions]
         expected.append(Expected(message["role"], word, count, arguments))
     return with_words, expected
 

@@ -3,7 +3,7 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 
 | column | |
 |---|---|
-| `prompt` | text, or messages that each have a `role` |
+| `prompt` | text, or messages that each have a `role`; not needed with `prompt_ids` |
 | `completion` | text, or messages, of which the assistant's are the policy's; not needed where there are tokens |
 | `tools` | that the policy could call, as chat templates take them |
 | `completion_ids` | its tokens; without them, those of its text and the token that ends a turn |
@@ -13,10 +13,10 @@ Recorded rollouts: completions that somebody has written and perhaps scored alre
 | `temperature` | at which it was sampled, and for which `logprobs` are |
 | `top_p`, `top_k`, `min_p` | by which tokens were left out of sampling |
 | `reward` | a number, or null for a completion that could not be scored |
-| `group` | the same for the completions of a group; they have the same prompt |
+| `group` | the same for the completions of a group; without it, those of a file with the same prompt are one |
 
 A dataset has each of these in every row or not at all. Further columns, such as `solution`, are passed to the reward
-functions. [`reuse.agent_logs`] reads the logs of other programs.
+functions. Tokens may have other names (`OTHER_NAMES`). [`reuse.agent_logs`] reads the logs of other programs.
 """
 
 import json
@@ -55,6 +55,19 @@ KNOWN = (
     "reward",
 )
 
+# Names of other programs for the columns of tokens, where a row has them.
+OTHER_NAMES = {
+    "completion_ids": ("completion_token_ids", "generation_token_ids", "response_ids"),
+    "prompt_ids": ("prompt_token_ids",),
+    "logprobs": ("completion_logprobs", "generation_log_probs", "inference_logprobs"),
+    "completion_mask": ("loss_mask", "response_mask"),
+}
+# Columns whose names say that they have tokens or their log-probabilities.
+_NAMES_OF_TOKENS = re.compile(r"token|logp|log_p|(^|_)ids$")
+
+# The prompt of a row that has only its tokens, until the tokenizer is known.
+ONLY_TOKENS = "[recorded as tokens]"
+
 # Columns whose values belong to tokens, so that they say nothing without `completion_ids`.
 _OF_TOKENS = ("prompt_ids", "logprobs", "completion_mask")
 
@@ -63,6 +76,17 @@ _OTHER_TRACES = {"effective", "eval", "evals"}
 
 # The logarithm of the smallest positive number in float32. Samplers compute probabilities in it, or more coarsely.
 _LEAST_LOGP = -104.0
+
+
+def load_conversations(source: str) -> Rows:
+    """
+    The rows of recorded rollouts or of a log, in no groups, with the columns of this module and their [`PLACE`], which
+    is the same for rows of the same conversation.
+
+    Raises:
+        `ValueError`: it cannot be read, or a row lacks something or contradicts itself.
+    """
+    return _rows(source)
 
 
 def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
@@ -123,11 +147,12 @@ def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
 
 
 def _by_prompt(rows: Rows) -> list[Rows]:
-    """The rows of each prompt and, where the file names groups, of each group."""
+    """The rows of each group or, where the file names no groups, of each prompt."""
     rows_by_key: dict[str, Rows] = {}
     for row in rows:
         group = row.get("group")
-        key = json.dumps([_rollout_of(row), group, row["prompt"]], default=str)
+        prompt = row.get("prompt_ids") if row["prompt"] == ONLY_TOKENS else row["prompt"]
+        key = json.dumps([_rollout_of(row), group, prompt if group is None else None], default=str)
         rows_by_key.setdefault(key, []).append(row)
     return list(rows_by_key.values())
 
@@ -153,7 +178,7 @@ def _have_equal_rewards(rows: Rows) -> bool:
 def _dataset_of_groups(groups: Sequence[Rows], names: Sequence[str]) -> Dataset:
     """The groups as rows of a dataset; a column for reward functions is the group's if it is equal in each group."""
     of_group = ["prompt"]
-    of_completion = []
+    of_completion = [] if _is_equal_in_groups("prompt", groups) else ["prompt"]
     for name in names:
         if name in KNOWN and name != "prompt":
             of_completion.append(name)
@@ -222,12 +247,41 @@ def read_rows(source: str) -> Rows:
         for file, rows_of_file in rows_by_file.items()
         for number, row in enumerate(rows_of_file, 1)
     ]
+    rows = _with_our_names(rows)
     rows = _from_other_program(rows, source)
     names = _column_names(rows[:1])
+    if "prompt" not in names and {"prompt_ids", "completion_ids"} <= set(names):
+        names.append("prompt")
+        for row in rows:
+            row["prompt"] = ONLY_TOKENS
+    _warn_of_unused(names, source)
     _check_columns(rows, names, source)
     for row in rows:
         _check_row(row, f"rollouts={source!r}, {place_of(row)}")
     return [_as_trained(row) for row in rows]
+
+
+def _with_our_names(rows: Rows) -> Rows:
+    """Rows with tokens under the names of this module; others as they are."""
+    columns = set(_column_names(rows[:1]))
+    renamed = {}
+    for name, others in OTHER_NAMES.items():
+        known = [other for other in others if other in columns]
+        if name not in columns and known:
+            renamed[known[0]] = name
+    if "completion_ids" not in columns.union(renamed.values()):
+        return rows
+    return [{renamed.get(name, name): value for name, value in row.items()} for row in rows]
+
+
+def _warn_of_unused(names: Sequence[str], source: str) -> None:
+    """Say which columns seem to have tokens or log-probabilities, and are not used."""
+    unused = [name for name in names if name not in KNOWN and _NAMES_OF_TOKENS.search(name.lower())]
+    if unused:
+        logger.warning(
+            f"rollouts={source!r}: the columns {unused} are not used, and go to reward functions. If they have the "
+            "tokens or log-probabilities of completions, rename them as in docs/reuse.md."
+        )
 
 
 def _column_names(rows: Rows) -> list[str]:

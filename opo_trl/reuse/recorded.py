@@ -34,7 +34,7 @@ from ..updates.padding import with_positions
 from . import conversations, turns
 from .agent_logs import PLACE
 from .conversations import UnfaithfulError
-from .reading import KNOWN, RECORDED, is_reserved, load_rollouts, text_of, truncation_of
+from .reading import KNOWN, ONLY_TOKENS, RECORDED, is_reserved, load_rollouts, text_of, truncation_of
 from .recorded_logps import compare
 
 
@@ -191,9 +191,11 @@ class Recorded:
             n_tokens = trainer.model.config.get_text_config().vocab_size
             _check_ids(completions, n_tokens, source=args.rollouts)
             _check_texts(completions[:100], tokenizer, source=args.rollouts)
-        if "logprobs" in completions[0]:
-            if args.rollouts_model is None:
-                return dataset
+        dataset = _with_texts_of_prompts(dataset, tokenizer)
+        has_logps = "logprobs" in completions[0] and args.rollouts_model is None
+        if has_logps and "prompt" not in completions[0]:
+            return dataset
+        if "logprobs" in completions[0] and not has_logps:
             logger.warning(
                 f"rollouts_model={args.rollouts_model!r} computes log-probabilities, in place of those recorded in "
                 f"rollouts={args.rollouts!r}."
@@ -203,12 +205,17 @@ class Recorded:
         groups_of_rows = []
         for place, (prompt, group) in enumerate(zip(dataset["prompt"], groups, strict=True)):
             (prompt_ids,) = _prompt_ids(tokenize_prompts, [prompt])
-            rows_of_group = [tokenization.rows(completion, prompt, prompt_ids) for completion in group]
+            rows_of_group = []
+            for completion in group:
+                own_prompt = completion.pop("prompt", prompt)
+                ids = prompt_ids if own_prompt == prompt else _prompt_ids(tokenize_prompts, [own_prompt])[0]
+                rows_of_group.append(tokenization.rows(completion, own_prompt, ids))
             of_place = _groups_of_rows(rows_of_group)
             groups_of_rows += of_place
             places += [place] * len(of_place)
         tokenization.warn()
-        _add_logps(trainer, groups_of_rows, takes_positions=takes_positions)
+        if not has_logps:
+            _add_logps(trainer, groups_of_rows, takes_positions=takes_positions)
         columns = dataset.remove_columns(RECORDED)
         if len(places) > len(dataset):
             columns = columns.select(places)
@@ -376,6 +383,14 @@ def _letters(text: str) -> str:
 # Tokens of text
 
 
+def _with_texts_of_prompts(dataset: Dataset, tokenizer: Any) -> Dataset:
+    """A recorded dataset with the text of prompts of which it has only the tokens."""
+    if dataset[0]["prompt"] != ONLY_TOKENS:
+        return dataset
+    texts = [tokenizer.decode(group[0]["prompt_ids"]) for group in dataset[RECORDED]]
+    return dataset.remove_columns("prompt").add_column("prompt", texts)
+
+
 def _prompt_ids(tokenize_prompts: TokenizePrompts, prompts: Sequence[Any]) -> Tokens:
     """Tokens of prompts, as the run itself would ask for completions."""
     rendered = [prompt if isinstance(prompt, str) else conversations.as_rendered(prompt) for prompt in prompts]
@@ -390,7 +405,11 @@ def _groups_of_rows(rows_of_group: list[list[Row]]) -> list[list[Row]]:
     n_groups = max(map(len, rows_of_group))
     groups = []
     for number in range(n_groups):
-        groups.append([rows[number] if number < len(rows) else _masked(rows[-1]) for rows in rows_of_group])
+        group = []
+        for rows in rows_of_group:
+            has_row = number < len(rows)
+            group.append(rows[number] if has_row else _masked(rows[-1]))
+        groups.append(group)
     return groups
 
 
@@ -433,18 +452,19 @@ class _Tokenization:
         tools = row.pop("tools", None)
         if "completion_ids" in row:
             return [row]
-        text = text_of(completion)
-        if text is None or tools:
-            messages = completion if text is None else [{"role": "assistant", "content": text}]
-            return self._rows_of_conversation(row, prompt, messages, tools or ())
+        if not isinstance(completion, str):
+            return self._rows_of_conversation(row, prompt, completion, tools or ())
+        if tools:
+            messages = [{"role": "assistant", "content": completion}]
+            return self._rows_of_conversation(row, prompt, messages, tools)
         self.n_texts += 1
         try:
             if not isinstance(prompt, str):
                 turns.check_prompt(self.tokenizer, prompt, self.template_options)
         except UnfaithfulError as reason:
             self.left_out[str(reason)].append(row[PLACE])
-            return [self._unrendered(row, text)]
-        row |= _as_sampled(self._tokens_of_text(text))
+            return [self._unrendered(row, completion)]
+        row |= _as_sampled(self._tokens_of_text(completion))
         self.n_unique += self._is_unique(row)
         return [row]
 

@@ -68,21 +68,19 @@ class TurnRow:
         encoding = tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = encoding["input_ids"]
         mask = [0] * len(token_ids)
-        ends_of_turns = iter(self.turns.values())
-        start_of_turn, end_of_turn = next(ends_of_turns)
         for place, (first_character, last_character) in enumerate(encoding["offset_mapping"]):
-            while first_character >= end_of_turn:
-                start_of_turn, end_of_turn = next(ends_of_turns, (len(self.text), len(self.text) + 1))
-            if first_character >= start_of_turn and last_character > first_character:
+            is_text = last_character > first_character
+            if is_text and self._is_in_turn(first_character):
                 mask[place] = 1
-        if 1 not in mask:
-            raise UnfaithfulError("the chat template renders nothing of a turn behind its generation prompt")
         start = mask.index(1)
         return {
             "prompt_ids": token_ids[:start],
             "completion_ids": token_ids[start:],
             "completion_mask": mask[start:],
         }
+
+    def _is_in_turn(self, character: int) -> bool:
+        return any(start <= character < end for start, end in self.turns.values())
 
 
 def rows(
@@ -167,14 +165,20 @@ class ChatTemplate:
         The text of the last message behind its context, up to and with the first of the texts that end a turn.
 
         Raises:
-            [`UnfaithfulError`]: it does not begin with its context.
+            [`UnfaithfulError`]: it does not begin with its context, or is empty.
         """
         text = self.text(messages)
         if not text.startswith(text_before):
             raise UnfaithfulError("the chat template renders something else before a turn than its generation prompt")
-        text_of_turn = text.removeprefix(text_before)
-        lengths = [text_of_turn.index(end) + len(end) for end in ends if end in text_of_turn]
-        return text_of_turn[: min(lengths)] if lengths else text_of_turn.rstrip()
+        text_of_turn = text.removeprefix(text_before).rstrip()
+        if not text_of_turn:
+            raise UnfaithfulError("the chat template renders nothing of a turn behind its generation prompt")
+        lengths = [len(text_of_turn)]
+        for end in ends:
+            before_end, end_in_text, _ = text_of_turn.partition(end)
+            if end_in_text:
+                lengths.append(len(before_end) + len(end))
+        return text_of_turn[: min(lengths)]
 
     def check(self, messages: Sequence[Message], turns: Collection[int] = ()) -> None:
         """

@@ -3,15 +3,11 @@ Logs of other programs as recorded rollouts. A test names the program, its file 
 """
 
 import copy
-import json
-import os
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from helpers import RecordingGRPO, trained
 
 from opo_trl.checks.files import write_lines
 from opo_trl.reuse.reading import RECORDED, load_rollouts
@@ -77,20 +73,18 @@ def episode(key: str, *, nodes=NODES, reward: float = 1.0, ok: bool = True, trai
 
 
 def test_verifiers_with_tokens(tmp_path, caplog):
-    branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
-    asked, called, _, answered = NODES
-    injected = [asked, called, {**answered, "parent": 1}, {**answered, "parent": 2, "sampled": False}]
+    answered = NODES[3]
     rows = [
         episode("a"),
         episode("a", reward=0.0, nodes=[*NODES, node(3, "user", "over", [50])]),
         episode("b"),
         episode("b", ok=False),
         episode("a", trainable=False),  # a judge
-        *(episode("a", nodes=nodes) for nodes in (branched, injected, NODES[:1])),
+        episode("a", nodes=NODES[:1]),
         {"id": "1", "env": {"id": "game"}, "task": episode("a")["task"], "ok": False, "errors": [], "traces": []},
     ]
     groups = load_rollouts(written(tmp_path, rows, "traces.jsonl"), 2)
-    assert "3 of its 7 traces are not one conversation" in caplog.text
+    assert "1 of its 5 traces have no turn that a model has written" in caplog.text
     assert groups["prompt"] == [[{"role": "user", "content": "Game 1."}]] * 2
     assert of_completions(groups, "reward") == [[2.5, 0.5], [2.5, None]]
     first_group, _ = groups[RECORDED]
@@ -143,14 +137,24 @@ def test_a_trace_of_verifiers_without_tokens_costs_itself_only(tmp_path, caplog)
     assert "1 of its 3 traces have no tokens. They are left out." in caplog.text
 
 
-def test_traces_that_are_all_branched_are_rejected(tmp_path):
-    branched = [*NODES, node(0, "assistant", "on a branch", [13, 50], 1)]
-    file = written(tmp_path, [episode("a", nodes=branched)] * 2)
-    error = (
-        r"rollouts=.*row 1: this trace of verifiers, like all others, .* not one conversation.* each of their branches"
-    )
-    with pytest.raises(ValueError, match=error):
-        load_rollouts(file, 2)
+def test_each_path_of_a_branched_trace_is_a_row(tmp_path):
+    """What both paths have in common is trained on once, and an injected turn never."""
+    asked, called, result, answered = NODES
+    branch = node(2, "assistant", "on a branch", [31, 50], 1)
+    asked_again = node(4, "user", "so?", [32])
+    injected = {**node(5, "assistant", "injected", [33, 51]), "sampled": False}
+    nodes = [asked, called, result, answered, branch, asked_again, injected]
+    (group,) = load_rollouts(written(tmp_path, [episode("a", nodes=nodes)]), 2)[RECORDED]
+    rows = sorted(group, key=lambda row: row["completion_ids"])
+    assert [row["prompt_ids"] for row in rows] == [[10, 11, 12], [10, 11, 12, 20, 21, 30, 31]]
+    assert [row["completion_ids"] for row in rows] == [[20, 21, 30, 31, 40], [50]]
+    assert [row["completion_mask"] for row in rows] == [[1, 1, 0, 0, 1], [1]]
+    without = [graph_node | WITHOUT_TOKENS for graph_node in nodes]
+    (group,) = load_rollouts(written(tmp_path, [episode("a", nodes=without)]), 2)[RECORDED]
+    first, second = sorted((row["completion"] for row in group), key=lambda turns: turns[0]["content"])
+    assert [turn["content"] for turn in first] == ["", "higher", "done"]
+    assert [turn["content"] for turn in second] == ["on a branch", "so?", "injected"]
+    assert [turn.get("trainable") for turn in second] == [None, None, False]
 
 
 def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
@@ -185,12 +189,14 @@ OTHERS = {
     },
     "row 1, is a trace of verifiers without its episode. Write": episode("a")["traces"][0],
     ": a row lacks 'agent', unlike those": {"task": {}, "traces": [{"nodes": []}]},
-    "row 1, is a rollout of NeMo Gym, in items of OpenAI's": {"responses_create_params": {}, "response": {}},
+    "row 1, is a task of NeMo Gym, without a response": {"responses_create_params": {}, "expected_action": {}},
     "row 1, is a response of OpenAI's chat API": {"id": "x", "choices": [{"message": ANSWER}], "model": "m"},
     "row 1, is a request with its response": {"request": {"messages": [ASK]}, "response": {"choices": []}},
     "row 1, is a result of OpenAI's Batch API": {"custom_id": "1", "response": {"body": {}}},
     "row 1, is a response of OpenAI's Responses API": {"object": "response", "output": [ITEM], "prompt": None},
-    "row 1, is an input with its output": {"input": [ASK], "output": [ITEM], "reward": 1.0},
+    r"its output is '3', and no list of items \(2, such as row 1\)\. None is left": {"input": [ASK], "output": "3"},
+    "row 1, is verl's": {"input": "1+2=", "output": "3", "score": 1.0, "step": 1},
+    "row 1, is TRL's table": {"step": 1, "prompt": "1+2=", "completion": "3", "right": 1.0, "advantage": 0.0},
     "row 1, is a run as LangSmith": {"run_type": "chain", "inputs": {"messages": []}, "outputs": {}},
     "row 1, is a conversation under another name than": {"conversations": [{"from": "human", "value": "1+2="}]},
     "row 1, is a whole table, as Weights & Biases": {"columns": ["prompt"], "data": [["1+2="]]},
@@ -198,8 +204,8 @@ OTHERS = {
     "row 1, is a problem of verl, without completions": {"data_source": "a", "prompt": [ASK], "reward_model": {}},
     r"no column 'completion', only \['prompt', 'response'\]. Add it": {"prompt": "1+2=", "response": "3"},
     "row 1: `completion` is not used beside `messages`": {"messages": [ASK, ANSWER], "completion": "4"},
-    "row 1: `messages` is .*, which is text. Write the list itself": {"messages": json.dumps([ASK, ANSWER])},
-    "row 1: `tools` is .*, which is text. Write the list itself": {"messages": [ASK, ANSWER], "tools": "[]"},
+    "row 1: `messages` is .*, which is text. Write the list itself": {"messages": "1+2=3"},
+    "row 1: `tools` is .*, which is text. Write the list itself": {"messages": [ASK, ANSWER], "tools": "guess"},
 }
 
 
@@ -212,13 +218,13 @@ def test_rows_of_others_are_named_with_what_to_do(tmp_path, said):
 
 
 MESSAGES = {
-    r"`messages` has \{'type': 'function_call', .* an item of OpenAI's Responses API. Write each conversation": ITEM,
+    r"`messages` has \{'type': 'web_search_call', .* an item of OpenAI's": {"type": "web_search_call", "status": "x"},
     "`messages` has .*LangChain's. Write what its `convert_to_openai_messages`": {
         "type": "ai",
         "data": {"content": "3"},
     },
     "`messages` has .*ShareGPT's. Write `role` and `content`": {"from": "gpt", "value": "3"},
-    "`tool_calls` is .*, which is text. Write the list": {**ANSWER, "tool_calls": json.dumps([CALL])},  # ART
+    "`tool_calls` is .*, which is text. Write the list": {**ANSWER, "tool_calls": "guess(3)"},
     r"`tool_calls` has 'guess\(3\)', which is text. Write": {**ANSWER, "tool_calls": ["guess(3)"]},
     "`tool_calls` has 'guess', which is text. Write": {
         **ANSWER,
@@ -254,59 +260,6 @@ def test_steps_of_art_do_not_join(tmp_path):
     for completions in of_completions(groups, "completion"):
         answers.append([turn["content"] for (turn,) in completions])
     assert answers == [["10", "11"], ["20", "21"]]
-
-
-def test_verl(tmp_path, caplog):
-    """verl 0.10.0.dev (1dda039): trainer/ppo/ray_trainer.py, `_write_generations`, into rollout_data_dir/N.jsonl."""
-    for step in (1, 2):
-        rows = []
-        for number in range(2):
-            row = {"input": f"user\n{number}+1=\nassistant\n", "gts": str(number + 1), "step": step}
-            rows.append({**row, "output": f"{step}", "score": 0.0})
-            rows.append({**row, "output": f"{step + 1}", "score": 1.0})
-        written(tmp_path, rows, f"{step}.jsonl")
-    groups = load_rollouts(str(tmp_path), 2)
-    # Completions of another step are of another policy.
-    assert of_completions(groups, "completion") == [["1", "2"], ["1", "2"], ["2", "3"], ["2", "3"]]
-    assert of_completions(groups, "reward") == [[0.0, 1.0]] * 4
-    assert groups["prompt"][:2] == ["user\n0+1=\nassistant\n", "user\n1+1=\nassistant\n"]
-    assert "prompts lack those of the chat template" in caplog.text
-
-
-@pytest.mark.parametrize("functions", [1, 2])
-def test_trl(tiny_model, tmp_path, functions):
-    """The installed TRL: trainer/grpo_trainer.py, `log`, into completions/completions_N.parquet."""
-    seen = []
-
-    def remainders(divisor: int, n_completions: int) -> list[float | None]:
-        rewards = [float(place % divisor) for place in range(n_completions)]
-        rewards[5] = None
-        return rewards
-
-    def first(completions, **_):
-        seen.extend(completions)
-        return remainders(3, len(completions))
-
-    def second(completions, **_):
-        return remainders(2, len(completions))
-
-    reward_funcs = [first] if functions == 1 else [first, second]
-    arguments = {"reward_funcs": reward_funcs, "rollout_func": None}
-    options = {"steps_per_generation": 4, "max_steps": 4, "log_completions": True, "logging_steps": 1}
-    run = trained(tiny_model, tmp_path, trainer_class=RecordingGRPO, trainer_arguments=arguments, **options)
-    folder = tmp_path / "completions"
-    assert len(os.listdir(folder)) == 4  # two of each rollout
-    rows = list(chain.from_iterable(load_rollouts(str(folder), 4)[RECORDED]))
-    assert [row["completion"] for row in rows] == seen
-    expected = []
-    for rollout in run.rollouts:
-        rewards = remainders(3, 16)
-        if functions == 2:
-            rewards = rollout.advantages.tolist()
-            rewards[5] = None
-        expected += rewards
-    for row, reward in zip(rows, expected, strict=True):
-        assert row["reward"] == (None if reward is None else pytest.approx(reward))
 
 
 def test_conversations(tmp_path):

@@ -215,6 +215,37 @@ def test_what_the_template_does_not_render_is_left_out_and_counted(qwen, tmp_pat
     assert tokenizer.decode(last_completion["completion_ids"]).endswith("</think>\n\n3")
 
 
+def test_conversations_of_several_rows_have_a_group_for_each(qwen, tmp_path):
+    """A conversation that has no more rows is masked, so that its reward counts in each group's mean."""
+    long = [ASKED, SAID, LATER, LAST]
+    short = [{**ASKED, "content": "Game 2."}, LAST]
+    rows = [{"messages": long, "group": "a", "reward": 0.0}, {"messages": short, "group": "a", "reward": 1.0}]
+    trainer = replayed(
+        qwen, tmp_path / "run", rows, make=make_trainer, num_generations=2, per_device_train_batch_size=2,
+        gradient_accumulation_steps=1, steps_per_generation=1, chat_template_kwargs={"enable_thinking": False},
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(qwen)
+    end = "<|im_end|>"
+    texts = []
+    for group in trainer.train_dataset[RECORDED]:
+        assert sorted(completion["reward"] for completion in group) == [0.0, 1.0]
+        in_order = sorted(group, key=lambda completion: completion["reward"])
+        texts.append([sampled_text(tokenizer, completion) for completion in in_order])
+        assert ["Game 2." in tokenizer.decode(completion["prompt_ids"]) for completion in in_order] == [False, True]
+    assert texts == [[f"a guess{end}", f"end{end}"], [f"end{end}", ""]]
+    assert all(len(completion["logprobs"]) == len(completion["completion_ids"]) for completion in in_order)
+
+
+def test_a_conversation_of_several_rows_needs_a_reward(qwen, tmp_path):
+    """A reward function would see a part of it."""
+    file = tmp_path / "rows.jsonl"
+    write_lines(file, [{"messages": [ASKED, SAID, LATER, LAST]}] * 16)
+    arguments = {"rollout_func": None, "train_dataset": None, "reward_funcs": [lambda completions, **_: [0.0]]}
+    options = {"rollouts": str(file), "rollouts_model": qwen, "chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(ValueError, match="gives several rows has no `reward`"):
+        make_trainer(qwen, tmp_path / "run", trainer_arguments=arguments, **options)
+
+
 def test_rollouts_of_which_none_can_be_rendered_are_rejected(qwen, tmp_path):
     conversations = list(DROPPED.values())[1:3]
     error = r"4 of its 4 completions cannot be trained on: .*'tool-response' \(2, such as row 1\).*None is left"

@@ -553,7 +553,7 @@ def test_a_run_goes_on_with_the_rollouts_that_it_began_with(tiny_model, tmp_path
         ({"logprobs": [-1.0]}, "'logprobs', which is not used. Add `completion_ids`"),
         ({"completion_ids": [1, 2], "logprobs": [-1.0]}, "`logprobs` is [-1.0]"),
         ({"completion_ids": [1, 2], "completion_mask": [1, 2]}, "`completion_mask` is [1, 2]"),
-        ({"completion_ids": [1, 2], "loss_mask": [0, 1]}, "'loss_mask', which is not used."),
+        ({"completion_ids": [1, 2], "group_mask": [0, 1]}, "'group_mask', which is not used."),
         ({"reward": "good"}, "`reward` is 'good'"),
         ({"temperature": "high"}, "`temperature` is 'high'"),
     ],
@@ -754,7 +754,7 @@ def test_an_impossible_log_probability_is_named_with_its_row(tmp_path, value):
         load_rollouts(source, 2)
 
 
-@pytest.mark.parametrize("name", [*KNOWN[1:], "group", RECORDED, PLACE, "loss_mask"])
+@pytest.mark.parametrize("name", [*KNOWN[1:], "group", RECORDED, PLACE, "group_mask"])
 def test_columns_that_a_record_has_for_itself_are_rejected(tiny_model, tmp_path, name):
     data = Dataset.from_dict({"prompt": PROMPTS, name: PROMPTS})
     with pytest.raises(ValueError, match=f"cannot record the column '{name}': that name has a meaning .* Rename it"):
