@@ -288,9 +288,11 @@ def _row_for_rewards(group: Mapping[str, Any], place: int) -> dict[str, Any]:
 
 def _check_recordable(columns: Mapping[str, Any]) -> None:
     """Check that columns of a dataset, or of one of its rows, can be recorded, and read again as they are."""
+    # Rows that bring their prompts' tokens, and the tools in them, are recorded with both.
+    usable = {"prompt", "prompt_ids", "tools"} if "prompt_ids" in columns else {"prompt"}
     for name, value in columns.items():
         problem = f"save_rollouts=True cannot record the column {name!r}"
-        if name not in ("prompt", "prompt_ids", "tools") and is_reserved(name):
+        if name not in usable and is_reserved(name):
             raise ValueError(
                 f"{problem}: that name has a meaning in recorded rows. Rename it, or remove `save_rollouts`."
             )

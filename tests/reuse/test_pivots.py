@@ -433,4 +433,4 @@ def test_recipe_takes_two_steps_on_real_logs_with_the_real_tokenizer(shared_data
     assert train(words) == 0
     steps = [line for line in read_lines(tmp_path / "run" / "log.jsonl") if "grad_norm" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    assert all(line["rewards/action_reward/mean"] == 0 for line in steps)
+    assert steps[0]["rewards/action_reward/mean"] == 0  # one rollout serves both
