@@ -86,7 +86,7 @@ def load_conversations(source: str) -> Rows:
     Raises:
         `ValueError`: it cannot be read, or a row lacks something or contradicts itself.
     """
-    return _rows(source)
+    return read_rows(source)
 
 
 def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
