@@ -22,7 +22,7 @@ from ..rewards.actions import SAME, ActionReader, logged_action
 from . import responses, turns
 from .agent_logs import PLACE, Row, Rows, place_of
 from .conversations import UnfaithfulError, as_rendered, is_trained
-from .reading import KNOWN, load_files, read_rows
+from .reading import KNOWN, load_conversations, load_files
 
 
 logger = logging.getLogger(__name__)
@@ -294,7 +294,7 @@ def _trajectories(source: str) -> list[Trajectory]:
             trajectories += [_of_nemo_gym(row, (file, number)) for number, row in enumerate(rows, 1)]
         return trajectories
     trajectories = []
-    for row in read_rows(source):
+    for row in load_conversations(source):
         prompt, completion = row["prompt"], row.get("completion")
         if isinstance(prompt, str) or not isinstance(completion, list):
             raise ValueError(

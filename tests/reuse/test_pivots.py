@@ -109,20 +109,20 @@ def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path, caplog):
     failed = conversation("Bonn", reward=0.5)
     unscored = {**conversation("Oslo"), "reward": None}
     untrained = conversation("Kyiv")
-    untrained["messages"][1]["trainable"] = False
+    untrained["messages"][3]["trainable"] = False
     source = written(tmp_path, conversation("Rome", task=7), failed, unscored, untrained, conversation("Rome"))
     with caplog.at_level(logging.WARNING):
         rows = to_pivots(source, tokenizer)["train"]
-    assert [(row["turn"], row["task"]) for row in rows] == [(1, 7), (3, 7), (3, None)]
+    assert [(row["turn"], row["task"]) for row in rows] == [(1, 7), (3, 7), (1, None)]
     text = caplog.text
     assert "6 of a trajectory with a reward below 1, or with none (first: row 2)" in text
     assert "3 whose logged action is a message (first: row 1, message 5)" in text
-    assert "1 that are marked as not to be trained on (first: row 4, message 1)" in text
+    assert "1 that are marked as not to be trained on (first: row 4, message 3)" in text
     assert "2 that repeat an earlier state and action (first: row 5, message 1)" in text
     assert len(to_pivots(source, tokenizer, min_reward=0.5)["train"]) == 5
     assert len(to_pivots(source, tokenizer, messages=True)["train"]) == 5
     longest = len(rows[0]["prompt_ids"])
-    assert len(to_pivots(source, tokenizer, max_prompt_length=longest)["train"]) == 1
+    assert len(to_pivots(source, tokenizer, max_prompt_length=longest)["train"]) == 2
     with pytest.raises(ValueError, match=r"no state to train on: .*whose prompt has more than 3 tokens"):
         to_pivots(source, tokenizer, max_prompt_length=3)
 
