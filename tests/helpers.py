@@ -746,7 +746,7 @@ class Reference:
         reference_policy = in_float64(self.trainer.initial if reference_policy is None else reference_policy)
         members = []
         for batch in record.batches:
-            members += zip(batch["rollout"].tolist(), batch["row"].tolist(), strict=True)
+            members += zip(map(int, batch["rollout"]), map(int, batch["row"]), strict=True)  # tensors, or lists
         drives = {}
         scales = {}
         for k, _ in members:

@@ -91,7 +91,7 @@ def load_rollouts(source: str, num_generations: int, seed: int = 42) -> Dataset:
     Raises:
         `ValueError`: it cannot be read, a row lacks something or contradicts itself, or no group is large enough.
     """
-    rows = _rows(source)
+    rows = load_conversations(source)
     names = _column_names(rows)
     has_rewards = "reward" in names
     if has_rewards and all(row["reward"] is None for row in rows):
@@ -227,8 +227,14 @@ def text_of(completion: Any) -> str | None:
 # Reading rows
 
 
-def _rows(source: str) -> Rows:
-    """The rows of a file or folder with the columns of this module, and their [`PLACE`]."""
+def load_conversations(source: str) -> Rows:
+    """
+    The rows of recorded rollouts or of a log, in no groups, with the columns of this module and their [`PLACE`], which
+    is the same for rows of the same conversation.
+
+    Raises:
+        `ValueError`: it cannot be read, or a row lacks something or contradicts itself.
+    """
     rows_by_file = load_files(source)
     _check_same_columns(rows_by_file, source)
     rows = [

@@ -754,18 +754,10 @@ def test_an_impossible_log_probability_is_named_with_its_row(tmp_path, value):
         load_rollouts(source, 2)
 
 
-<<<<<<< HEAD
 TAKEN = [name for name in KNOWN if name not in ("prompt", "prompt_ids", "tools")]  # these are recorded as they are
 
 
 @pytest.mark.parametrize("name", [*TAKEN, "group", RECORDED, PLACE, "group_mask"])
-=======
-# Tokens of prompts are recorded as they are.
-REJECTED = [name for name in KNOWN[1:] if name != "prompt_ids"]
-
-
-@pytest.mark.parametrize("name", [*REJECTED, "group", RECORDED, PLACE, "loss_mask"])
->>>>>>> 48bda491181104db368b53493a836e7491e642a0
 def test_columns_that_a_record_has_for_itself_are_rejected(tiny_model, tmp_path, name):
     data = Dataset.from_dict({"prompt": PROMPTS, name: PROMPTS})
     with pytest.raises(ValueError, match=f"cannot record the column '{name}': that name has a meaning .* Rename it"):
