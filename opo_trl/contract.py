@@ -45,18 +45,18 @@ NEEDS: dict[str, dict[str, str]] = {
                 rollout_func, environment_factory)
             _generate_and_score_completions(inputs) _generate(prompts) _tokenize_prompts(prompts)
             _calculate_rewards(inputs, prompts, completions, completion_ids_list)
-            args model accelerator state train_dataset processing_class chat_template chat_template_kwargs tools
-            rollout_func generation_config eos_token_ids temperature num_generations num_generations_eval
+            args model accelerator state train_dataset eval_dataset processing_class chat_template chat_template_kwargs
+            tools rollout_func generation_config eos_token_ids temperature num_generations num_generations_eval
             max_completion_length mask_truncated_completions pad_to_multiple_of log_completions log_multimodal
             reward_funcs reward_func_names reward_weights scale_rewards multi_objective_aggregation
-            _environment_pool environment_factories use_transformers_continuous_batching
+            _environment_pool environment_factories _is_vlm use_transformers_continuous_batching
         """,
         "trl.trainer.utils": """
             get_config_model_id is_async_callable pad(padding_value, padding_side) remove_none_values
             split_pixel_values_by_grid unsplit_pixel_values_by_grid strip_images_from_messages
         """,
         "trl.data_utils": "prepare_multimodal_messages(messages, images)",
-        "trl.chat_template_utils": "get_training_chat_template has_generation_markers",
+        "trl.chat_template_utils": "add_response_schema parse_response",
     },
     "sampling": {
         "transformers.GenerationConfig": """

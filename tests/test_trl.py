@@ -184,7 +184,7 @@ BREAKS = {
 }
 DIFFERS = {
     "a parameter is new": (
-        replaced(f"{_TRAINER}._generate", lambda self, prompts, seed=3: (prompts, seed)),
+        replaced(f"{_TRAINER}._generate", lambda self, prompts, seed=3: (self._tokenize_prompts(prompts), seed)),
         ["trl.GRPOTrainer._generate has a new parameter 'seed' = 3"],
     ),
     "a default is another one": (

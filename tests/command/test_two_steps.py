@@ -19,8 +19,9 @@ from opo_trl.data.arithmetic import make_problems
 ROOT = Path(__file__).resolve().parents[2] / "recipes"
 ALL = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "accelerate")
 EMBEDDED = [path for path in ALL if path.relative_to(ROOT).parts[0] in ("arithmetic", "reasoning_gym")]
-PIVOTS = [path for path in ALL if path.name == "pivots.yaml"]  # their data are made first: tests/reuse/test_pivots.py
-REST = [path for path in ALL if path not in EMBEDDED + PIVOTS]
+# Model or data of these are made first: tests/reuse/test_pivots.py, tests/command/test_agent_recipes.py
+MADE_FIRST = [path for path in ALL if path.name == "pivots.yaml" or path.parent.name == "agent"]
+REST = [path for path in ALL if path not in EMBEDDED + MADE_FIRST]
 # What makes a step small, and runs without a GPU or a server.
 SMALL = {
     "max_completion_length": 4,
