@@ -102,7 +102,8 @@ def decayed(patch):
 WRONG = {
     "TRL's loss": (factor("_compute_loss", 0.5), "grpo", RecordingGRPO, "grpo of TRL: gradient of step 1"),
     "TRL's number of tokens": (fewer_items, "dapo", RecordingGRPO, "dapo of TRL: number of tokens that count"),
-    "sampling": (hotter, "opo", RecordingOPO, "opo: sampling"),
+    "sampling": (hotter, "opo", RecordingOPO, "opo: RuntimeError: With"),
+    "TRL's sampling": (hotter, "dapo", RecordingGRPO, "dapo of TRL: sampling"),
     "tokens that steer": (without_steering, "dapo", RecordingOPO, "dapo: gradient of step 1"),
     "stale completions": (without_dropping, "topr", RecordingOPO, "topr: gradient of step 2"),
     "entropies": (of_entropies, "grpo", RecordingOPO, "grpo: gradient of step 1"),

@@ -1,6 +1,5 @@
 """The recipes of docs/agent.md at a tiny size, in a folder to which they were copied: what the page's commands do."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -69,9 +68,6 @@ def test_log_of_played_games_is_trained_on(folder):
     assert f"{HELD_OUT} " in run(folder, "-m", "recipes.agent.play", "runs/agent/rollouts", "--games", "1")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("opo_trl.reuse.pivots") is None, reason="this release has no `opo-trl pivots`"
-)
 def test_turns_of_the_log_are_trained_on(folder):
     words = ("runs/agent/expert.jsonl", "--model", "runs/agent/base", "--output", "runs/agent/pivots_data")
     run(folder, "-m", "opo_trl.command.cli", "pivots", *words)
