@@ -210,7 +210,7 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     """
     count = keep.sum(dim=1, keepdim=True)
     entries = target.masked_fill(~keep, -torch.inf)
-    # A constant added to a row does not change its projection; below 0 no entry costs the others their digits.
+    # A constant added to a row does not change its projection. With a maximum of 0, the sums keep their digits.
     entries = entries - entries.amax(dim=1, keepdim=True)
     descending = entries.sort(dim=1, descending=True).values
     rank = torch.arange(1, target.shape[1] + 1, device=target.device, dtype=target.dtype)

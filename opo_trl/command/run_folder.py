@@ -18,7 +18,7 @@ from ..checks.secrets import mask, mask_words
 from ..config import CONTENT, OPTIMIZER, OPOConfig
 from ..report.run_files import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
 from ..resume.checkpoint import LAST, fault, last_complete, load_state, resolve
-from ..resume.other_processes import CUT, fitting
+from ..resume.other_processes import OF_STEPS, fitting
 
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> di
     stored_recipe = yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE, follow=True))
     if not stored_recipe:
         return {}
-    for name in (*CUT[2:], "generation_batch_size"):
+    for name in (*OF_STEPS, "generation_batch_size"):
         if stored_recipe.get(name) != recipe.get(name):
             return {}
     processes = int(os.environ.get("WORLD_SIZE", 1))

@@ -33,7 +33,7 @@ from ..config import CONTENT, OPTIMIZER, OPOConfig
 from ..data.prompt_ids import PROMPT_IDS
 from ..models.frozen_base import local_part
 from ..reuse.reading import RECORDED
-from .other_processes import CUT, completions, converted, divide, fitting
+from .other_processes import CUT, OF_MACHINE, completions_of, converted, divide, fitting
 
 
 logger = get_logger(__name__)
@@ -73,7 +73,7 @@ def save_state(folder: Path, process: int, state: Mapping[str, Any]) -> None:
 def load_state(folder: Path, process: int) -> dict[str, Any]:
     """Read a process's state. A `ValueError` if another version of this package saved it."""
     path = state_file(folder, process)
-    stored = read(path if path.exists() else state_file(folder, 0))  # of a run on fewer processes
+    stored = read(path if path.exists() else state_file(folder, 0))  # fewer processes have saved it
     if stored.get("format") != FORMAT:
         fix = "Resume it with that version, or set `model_name_or_path` to it to start from its weights"
         raise ValueError(f"{str(folder)!r} was saved by another version of opo_trl. {fix}.")
@@ -300,15 +300,15 @@ def _listed(settings: Mapping[str, Any], names: list[str], data: str) -> str:
 
 def _expected(saved: Mapping[str, Any], current: Mapping[str, Any], *, same_sizes: bool) -> dict[str, Any]:
     """
-    The settings with which a checkpoint goes on. Its processes, micro-batches and the form of its optimizer may be
-    others: they are this run's, where all else stays the same. With `same_sizes`, each optimizer step and rollout has
-    to keep its completions; a `ValueError` if it cannot.
+    The settings with which a checkpoint goes on: the saved ones, but for processes, micro-batches and the form of its
+    optimizer, which may be this run's. Without the same completions in each optimizer step and rollout, they are so
+    only with `same_sizes`, which finds steps that keep these completions; a `ValueError` if there are none.
     """
     cut = {}
-    if completions(saved) == completions(current):
+    if completions_of(saved) == completions_of(current):
         cut = {name: current[name] for name in CUT}
     elif same_sizes:
-        cut = {name: current[name] for name in CUT[:2]} | fitting(saved, current)
+        cut = {name: current[name] for name in OF_MACHINE} | fitting(saved, current)
     # `adamw_torch` and `adamw_torch_fused`, for example, are of the same class.
     form = {"optim": current["optim"]} if saved["optimizer"] == current["optimizer"] else {}
     return {**saved, **cut, **form}

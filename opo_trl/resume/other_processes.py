@@ -16,7 +16,9 @@ from ..batch import Batch, concatenate, take
 Cut = Mapping[str, Any]  # values of [`CUT`], among others
 
 # Settings that cut a rollout into micro-steps.
-CUT = ("processes", "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")
+OF_MACHINE = ("processes", "per_device_train_batch_size")
+OF_STEPS = ("gradient_accumulation_steps", "steps_per_generation")
+CUT = (*OF_MACHINE, *OF_STEPS)
 
 # Entries that belong to a micro-batch, not to its completions.
 _OF_MICRO_BATCH = {"opo_skipped", "opo_source", "opo_segment", "opo_shape"}
@@ -27,7 +29,7 @@ def converted(micro_steps: int, saved: Cut, current: Cut) -> int:
     return micro_steps * _per_micro_step(saved) // _per_micro_step(current)
 
 
-def completions(cut: Cut) -> tuple[int, int]:
+def completions_of(cut: Cut) -> tuple[int, int]:
     """Completions per optimizer step and per rollout, over all processes."""
     per_micro_step = _per_micro_step(cut)
     return per_micro_step * cut["gradient_accumulation_steps"], per_micro_step * cut["steps_per_generation"]
@@ -42,9 +44,9 @@ def fitting(saved: Cut, current: Cut) -> dict[str, int]:
     The `gradient_accumulation_steps` and `steps_per_generation` with which the current processes and micro-batches
     have as many completions per optimizer step and per rollout as a checkpoint. A `ValueError` if there are none.
     """
-    settings = {name: converted(saved[name], saved, current) for name in CUT[2:]}
+    settings = {name: converted(saved[name], saved, current) for name in OF_STEPS}
     if any(converted(settings[name], current, saved) != saved[name] for name in settings):
-        per_step, per_rollout = completions(saved)
+        per_step, per_rollout = completions_of(saved)
         raise ValueError(
             f"per_device_train_batch_size={current['per_device_train_batch_size']} on {current['processes']} processes"
             f" does not divide the checkpoint's {per_step} completions per optimizer step and {per_rollout} per "

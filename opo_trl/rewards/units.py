@@ -103,7 +103,7 @@ def _unit_of(text: str) -> str | None:
 
 def _known_unit(text: str) -> str:
     """`square feet` as `ft^2`; nothing for a unit that the lists do not have."""
-    [(power_word, words, power)] = _POWER_NAME_POWER.findall(text)
+    [(power_word, words, power)] = _POWER_NAME_POWER.findall(text)  # (square or cubic), name, (^n); any text is one
     name = re.sub(r"[\s-]", "", words)
     if name not in _UNITS:
         name = name.lower()

@@ -242,7 +242,7 @@ def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None
         reward_funcs=[even_tokens, prompt_and_first_token],
         args=args,
         train_dataset=prompts(),
-        rollout_func=partly_own if name == _SCRIPTED else None,
+        rollout_func=partly_own if name == _SCRIPTED else None,  # the other runs generate
     ).record()
     train(trainer)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/{_MODEL}", dtype=torch.float64).eval()

@@ -23,10 +23,10 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary posi
 
 def attention_balance(model: PreTrainedModel) -> float | None:
     """
-    Number of tokens to which attention costs as much as the rest of a layer, if a model can compute a prompt once for
-    its completions; `None` if it may compute something else then, so that prompts must not be shared.
+    Number of tokens to which attention costs as much as the rest of a layer. `None` for a model that may compute
+    something else if a prompt is computed once for its completions: prompts must not be shared then.
 
-    The model needs full attention to whatever a 4-D mask allows, at rotary positions that it is given.
+    That needs full attention to whatever a 4-D mask allows, which only SDPA takes, at rotary positions that are given.
     """
     config = model.config
     if config.model_type not in ARCHITECTURES or hasattr(config, "auto_map"):  # code from the Hub
@@ -44,7 +44,7 @@ def attention_balance(model: PreTrainedModel) -> float | None:
     width_of_keys = head_width * config.num_key_value_heads
     attention_width = 2 * (width_of_queries + width_of_keys)  # outputs are as wide as queries, and values as keys
     weights_of_layer = config.hidden_size * (attention_width + 3 * config.intermediate_size)
-    return weights_of_layer / (2 * width_of_queries)
+    return weights_of_layer / (2 * width_of_queries)  # of a token: one product with its key, one with its value
 
 
 def hashes(batch: Batch) -> Tensor:
