@@ -146,7 +146,10 @@ def drop_long_prompts(
 
 
 def _without(dataset: Dataset, dropped: dict[int, str], why: str) -> Dataset:
-    """The dataset without the rows in `dropped`. A warning counts those that are dropped and shows the first; if none is left, an error does."""
+    """
+    The dataset without the rows in `dropped`. A warning counts these and shows the first; if none is left, an error
+    does.
+    """
     if dropped:
         first, *_ = dropped.values()
         problem = f"{len(dropped)} of {len(dataset)} rows {why}, the first {first}"

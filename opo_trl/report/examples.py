@@ -24,7 +24,8 @@ class Example:
 
 def examples(entries: Sequence[Mapping[str, Any]]) -> list[Example]:
     """
-    The completions to show, from the entries of a run's `completions.jsonl`. One without a score counts as the worst.
+    The best and the worst completion of the first and of the last validation, of the entries of a run's
+    `completions.jsonl`. One without a score counts as the worst.
     """
     if not entries:
         return []

@@ -178,7 +178,10 @@ def to_pivots(
 def _rewarded(
     trajectories: Sequence[Trajectory], min_reward: float | None, left_out: LeftOut, source: str
 ) -> list[Trajectory]:
-    """The trajectories whose reward is high enough or, if none has one, all."""
+    """
+    The trajectories with at least `min_reward` or, without it, with the highest reward of all; if none has a reward,
+    all of them.
+    """
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     if not rewards:
         if min_reward is not None:

@@ -332,14 +332,16 @@ def _files_of_steps(folder: Path) -> list[Path]:
 
 def _check_same_columns(rows_by_file: Mapping[str, Rows], source: str) -> None:
     """Check that the files of a folder have the same columns, but for those that go to reward functions."""
-    first_file = next(iter(rows_by_file))
+    first_file = ""
     relevant = {"traces", "group", *KNOWN}
     names: set[str] | None = None
     for file, rows in rows_by_file.items():
         if not rows:
             continue
         names_of_file = set(rows[0])
-        names = names_of_file if names is None else names
+        if names is None:
+            first_file = file
+            names = names_of_file
         differing = (names_of_file ^ names) & relevant
         if differing:
             raise ValueError(f"rollouts={source!r}: only one of {first_file!r} and {file!r} has {min(differing)!r}.")
@@ -355,7 +357,7 @@ def _from_other_program(rows: Rows, source: str) -> Rows:
         return readers[0](rows, source)
     except KeyError as error:
         raise ValueError(
-            f"rollouts={source!r}: a row lacks {error}, unlike those of the versions that are read. See docs/reuse.md."
+            f"rollouts={source!r}: a row lacks {error}, which the versions that are read have. See docs/reuse.md."
         ) from error
 
 

@@ -513,7 +513,7 @@ class _Tokenization:
     def warn(self) -> None:
         """Say which completions cannot be trained on, and how their tokens may differ from those that were sampled."""
         if self.left_out:
-            self._warn_of_left_out()
+            self._report_left_out()
         if self.n_added_thoughts:
             logger.warning(
                 f"{self.source}: the chat template adds an empty thought to {self.n_added_thoughts:,} turns, which "
@@ -527,7 +527,8 @@ class _Tokenization:
                 f"{share:.1%} of completions, that depends on whether the prompt is before them{or_left_out}."
             )
 
-    def _warn_of_left_out(self) -> None:
+    def _report_left_out(self) -> None:
+        """Warn of the completions that cannot be trained on, by reason; a `ValueError` if none is left."""
         count = sum(map(len, self.left_out.values()))
         reasons = [f"{reason} ({len(places):,}, such as {places[0]})" for reason, places in self.left_out.items()]
         problem = (

@@ -77,7 +77,7 @@ def test_command_line_overrides_the_recipe_and_is_part_of_it(recipe):
     assert (args.alpha, args.learning_rate, args.scale_rewards) == (0.7, 1e-3, "none")
     assert script.levels == stored["levels"] == ["Level 1", "Level 2"]
     assert args.generation_kwargs == {"top_k": 3}
-    with pytest.raises(ValueError, match="trainer='topr' is an objective"):  # the last one counts
+    with pytest.raises(ValueError, match="trainer='topr' does not exist"):  # the last one counts
         read(["--trainer", "opo", "--trainer=topr"])
 
 

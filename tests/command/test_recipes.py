@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2] / "recipes"
 ALL = sorted(path for path in ROOT.rglob("*.yaml") if path.parent.name != "accelerate")
 EXPERIMENTS = sorted({path.parent for path in ALL if path.parent.name.startswith("experiment")})
 REUSE = [path for path in ALL if "\nmax_staleness:" in path.read_text(encoding="utf-8")]
-QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE]
+QWEN = [path for path in ALL if "qwen3-1.7b" in path.parts and path not in REUSE and path.stem != "pivots"]
 ACCELERATE = sorted((ROOT / "accelerate").glob("*.yaml"))
 
 
