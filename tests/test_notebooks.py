@@ -94,6 +94,7 @@ def test_comparison_reports_on_both_methods(tmp_path):
     assert pictures(notebook) == 1
 
 
+@pytest.mark.slow
 def test_geometry_runs():
     notebook = execute(FOLDER / "geometry_of_opo.ipynb", seconds=60)  # in its folder: `benchmarks` is in ".."
     assert pictures(notebook) == 6

@@ -111,6 +111,8 @@ WRONG = {
     "what the first step shows": (factor("_calculate_rewards", 2.0), "opo", RecordingOPO, "opo: RuntimeError: With"),
 }
 
+QUICK = ("TRL's sampling", "tokens that steer", "what the first step shows")
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
@@ -120,7 +122,11 @@ def folder(tmp_path_factory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("change", "name", "kind", "text"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(
+    ("change", "name", "kind", "text"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (name not in QUICK)) for name, case in WRONG.items()],
+    ids=WRONG,
+)
 def test_change_is_wrong(change, name, kind, text, monkeypatch, folder, capsys):
     change(monkeypatch)
     report = Report()

@@ -54,6 +54,7 @@ def test_online_run_plays_and_records_its_games(folder):
     assert any((folder / "runs/agent/online/rollouts").iterdir())
 
 
+@pytest.mark.slow
 def test_log_of_played_games_is_trained_on(folder):
     log = "runs/agent/log.jsonl"
     play = ("-m", "recipes.agent.play", "runs/agent/base", "--games", "1")
@@ -68,6 +69,7 @@ def test_log_of_played_games_is_trained_on(folder):
     assert f"{HELD_OUT} " in run(folder, "-m", "recipes.agent.play", "runs/agent/rollouts", "--games", "1")
 
 
+@pytest.mark.slow
 def test_turns_of_the_log_are_trained_on(folder):
     words = ("runs/agent/expert.jsonl", "--model", "runs/agent/base", "--output", "runs/agent/pivots_data")
     run(folder, "-m", "opo_trl.command.cli", "pivots", *words)

@@ -46,7 +46,11 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(options, marks=[pytest.mark.slow] * (name == "DAPO")) for name, options in RUNS.items()],
+    ids=RUNS,
+)
 def test_scripted_run_is_that_of_one_process_on_the_host(tiny_model, tmp_path, options):
     assert_same_as_on_the_host(tiny_model, tmp_path, **options)
 

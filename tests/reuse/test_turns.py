@@ -16,7 +16,6 @@ from opo_trl.reuse.conversations import UnfaithfulError
 
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
-N_CONVERSATIONS = 200
 WORDS = ["north", "Überzug", "思考", "🤔 so", "a  b", 'say "no"', "x\ny", "1,5", "end.", "<b>"]
 PARAMETERS = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}
 TOOLS = [
@@ -281,8 +280,9 @@ def expected_rows(messages: list[dict], family: Family, encode) -> list[dict]:
     return rows
 
 
+@pytest.mark.parametrize("n_conversations", [40, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_rows_are_what_the_model_has_read_and_written(tokenizer, family):
+def test_rows_are_what_the_model_has_read_and_written(tokenizer, family, n_conversations):
     tokenizer.add_special_tokens({"additional_special_tokens": list(family.special)})
     if family.bos is not None:
         tokenizer.add_special_tokens({"bos_token": family.bos})
@@ -295,7 +295,7 @@ def test_rows_are_what_the_model_has_read_and_written(tokenizer, family):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     n_rows = 0
-    for seed in range(N_CONVERSATIONS):
+    for seed in range(n_conversations):
         messages = conversation(seed, family)
         rows = turns.rows(tokenizer, messages, tools, options, [end])
         assert [row.reason for row in rows] == [None] * len(rows)
@@ -307,7 +307,7 @@ def test_rows_are_what_the_model_has_read_and_written(tokenizer, family):
         n_rows += len(rows)
     # Some conversations have several rows where the template changes what stood before, and none has where not.
     changes = family.template in (QWEN3, MISTRAL)
-    assert (n_rows > N_CONVERSATIONS) == changes
+    assert (n_rows > n_conversations) == changes
 
 
 ASKED = {"role": "user", "content": "1+1="}
