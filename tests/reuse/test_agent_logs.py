@@ -188,7 +188,7 @@ OTHERS = {
         "advantages": [0.0, 0.5],
     },
     "row 1, is a trace of verifiers without its episode. Write": episode("a")["traces"][0],
-    ": a row lacks 'agent', unlike those": {"task": {}, "traces": [{"nodes": []}]},
+    ": a row lacks 'agent', which the versions": {"task": {}, "traces": [{"nodes": []}]},
     "row 1, is a task of NeMo Gym, without a response": {"responses_create_params": {}, "expected_action": {}},
     "row 1, is a response of OpenAI's chat API": {"id": "x", "choices": [{"message": ANSWER}], "model": "m"},
     "row 1, is a request with its response": {"request": {"messages": [ASK]}, "response": {"choices": []}},
