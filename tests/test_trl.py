@@ -294,6 +294,7 @@ make_trainer(sys.argv[1], sys.argv[2]).train()
 """
 
 
+@pytest.mark.slow
 def test_simulated_release_that_breaks_ends_in_the_first_rollout(tiny_model, tmp_path):
     release = simulate(tmp_path / "simulated", edits=SHIFTED)
     status, output = run(release, "-c", SCRIPT, tiny_model, tmp_path / "run")

@@ -119,6 +119,7 @@ def test_signal_to_one_process_stops_all(tmp_path: Path):
     assert f"Ended by SIGTERM after optimizer step {saved.name.removeprefix('checkpoint-')}." in log
 
 
+@pytest.mark.slow
 def test_recipe_goes_on_with_another_number_of_processes(tmp_path: Path):
     """Inside a rollout, whose nine completions for each process are no multiple of a group's six."""
     folder, last = tmp_path / "run", ("--resume_from_checkpoint", "last")
