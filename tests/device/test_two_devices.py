@@ -48,7 +48,10 @@ RUNS = {
 
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(options, marks=[pytest.mark.slow] * (name in ("DAPO", "dynamic sampling"))) for name, options in RUNS.items()],
+    [
+        pytest.param(options, marks=[pytest.mark.slow] * (name in ("DAPO", "dynamic sampling")))
+        for name, options in RUNS.items()
+    ],
     ids=RUNS,
 )
 def test_scripted_run_is_that_of_one_process_on_the_host(tiny_model, tmp_path, options):
