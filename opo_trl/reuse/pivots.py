@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,45 +134,56 @@ def to_pivots(
     chosen = _rewarded(trajectories, min_reward, left_out, source)
     rows: Rows = []
     beginnings: list[str] = []  # of each row's trajectory
-    known: set[str] = set()
+    known: set[str] = set()  # states with their actions
     for trajectory in chosen:
-        for place in trajectory.actions:
-            action = _action(trajectory.messages[place])
-            reason = _why_not_taken(trajectory.messages[place], action, takes_messages=messages)
-            if reason is not None:
-                left_out.add(reason, trajectory, place)
-                continue
-            before = trajectory.messages[:place]
-            try:
-                ids = _prompt_ids(reader, before, action, trajectory.tools, chat_template_kwargs or {})
-            except UnfaithfulError as error:
-                left_out.add(f"for which {error}", trajectory, place)
-                continue
-            if max_prompt_length is not None and len(ids) > max_prompt_length:
-                left_out.add(f"whose prompt has more than {max_prompt_length:,} tokens", trajectory, place)
-                continue
-            key = repr((ids, logged_action(action)))
+        for row in _states(reader, trajectory, left_out, messages, max_prompt_length, chat_template_kwargs or {}):
+            key = repr((row[PROMPT_IDS], logged_action(row["action"])))
             if key in known:
-                left_out.add("that repeat an earlier state and action", trajectory, place)
+                left_out.add("that repeat an earlier state and action", trajectory, row["turn"])
                 continue
             known.add(key)
-            row = {
-                "prompt": [_plain(message) for message in before],
-                PROMPT_IDS: ids,
-                "action": action,
-                "tools": trajectory.tools,
-                "trajectory": trajectory.name,
-                "turn": place,
-            }
-            if overlap:
-                row["overlap"] = dict(overlap)
-            rows.append({**trajectory.columns, **row})
+            rows.append({**row, "overlap": dict(overlap)} if overlap else row)
             beginnings.append(trajectory.beginning)
     if left_out.counts:
         logger.warning(f"{source!r}: states that are left out: {left_out}.")
     if not rows:
         raise ValueError(f"{source!r} has no state to train on: {left_out or 'the assistant does nothing'}.")
     return _splits(rows, beginnings, test_fraction, seed)
+
+
+def _states(
+    reader: ActionReader,
+    trajectory: Trajectory,
+    left_out: LeftOut,
+    takes_messages: bool,
+    max_prompt_length: int | None,
+    chat_template_kwargs: Mapping[str, Any],
+) -> Iterator[Row]:
+    """The rows of a trajectory's turns, but for those that are left out, which are counted."""
+    for place in trajectory.actions:
+        action = _action(trajectory.messages[place])
+        reason = _why_not_taken(trajectory.messages[place], action, takes_messages=takes_messages)
+        if reason is not None:
+            left_out.add(reason, trajectory, place)
+            continue
+        before = trajectory.messages[:place]
+        try:
+            ids = _prompt_ids(reader, before, action, trajectory.tools, chat_template_kwargs)
+        except UnfaithfulError as error:
+            left_out.add(f"for which {error}", trajectory, place)
+            continue
+        if max_prompt_length is not None and len(ids) > max_prompt_length:
+            left_out.add(f"whose prompt has more than {max_prompt_length:,} tokens", trajectory, place)
+            continue
+        yield {
+            **trajectory.columns,
+            "prompt": [_plain(message) for message in before],
+            PROMPT_IDS: ids,
+            "action": action,
+            "tools": trajectory.tools,
+            "trajectory": trajectory.name,
+            "turn": place,
+        }
 
 
 def _rewarded(
