@@ -9,11 +9,9 @@ import configparser
 import dataclasses
 import dis
 import functools
-import gzip
 import inspect
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +29,7 @@ from packaging.version import Version
 from simulated import LATER, SHIFTED, simulate
 from trl import GRPOConfig, GRPOTrainer
 
+from benchmarks.paper.recorded_runs import unpack
 from opo_trl import contract
 from opo_trl.contract import ROLLOUT_KEYS, examine
 from opo_trl.trl import TESTED, check
@@ -345,10 +344,7 @@ assert main(["diagnose", "{run}"]) in (0, 1)
 
 
 def test_what_reads_runs_needs_no_trl(tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(ROOT / "benchmarks/evidence/experiment1/grpo/seed-1", run)
-    zipped = (run / "log.jsonl.gz").read_bytes()
-    (run / "log.jsonl").write_bytes(gzip.decompress(zipped))
+    run = unpack("experiment1", tmp_path) / "grpo" / "seed-1"
     subprocess.run([sys.executable, "-c", WITHOUT.format(run=run)], check=True, cwd=ROOT)
 
 

@@ -9,6 +9,7 @@ import pytest
 from benchmarks import claims, offline, real_model, saturation, update_phase
 from benchmarks.objectives import design, report
 from benchmarks.objectives.__main__ import FRESH, RECORD, read
+from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
 
 
 RESULTS = claims.HERE / "results"
@@ -66,6 +67,9 @@ def test_objectives_are_on_their_pages(tmp_path):
         assert (tmp_path / page).read_text() == committed
 
 
-def test_committed_runs_name_no_path_of_the_machine_that_made_them():
-    for path in (claims.HERE / "evidence").rglob("*.json"):
-        assert '"/' not in path.read_text(), path
+def test_committed_runs_name_no_path_of_the_machine_that_made_them(tmp_path):
+    for experiment in EXPERIMENTS:
+        settings = list(unpack(experiment, tmp_path).rglob("*.json"))
+        assert len(settings) >= 45
+        for path in settings:
+            assert '"/' not in path.read_text(), path
