@@ -85,12 +85,12 @@ def without_curves(report: str) -> str:
 
 
 @pytest.fixture
-def one_figure(monkeypatch):
-    """Drawing takes most of a report's time; tests that read its tables need only one figure."""
+def one_curve(monkeypatch):
+    """Drawing takes most of a report's time; tests that read its tables need only one curve."""
     monkeypatch.setattr(curves, "CURVES", curves.CURVES[:1])
 
 
-def test_committed_tables_are_those_of_the_committed_runs(one_figure, experiment, tmp_path):
+def test_committed_tables_are_those_of_the_committed_runs(one_curve, experiment, tmp_path):
     """Fields and versions, which the rest of the page lists, are those of today's releases."""
     report = report_of(tmp_path, experiment)
     committed = (BENCHMARKS / "results" / "experiment2" / "report.md").read_text()
@@ -98,7 +98,7 @@ def test_committed_tables_are_those_of_the_committed_runs(one_figure, experiment
     assert rows_of(report, "Every run") == rows_of(committed, "Every run")
 
 
-def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
+def test_report_has_means_differences_and_verdicts(one_curve, runs, tmp_path):
     report = report_of(tmp_path, runs)
     grpo = read_run(runs / "grpo" / "seed-1")
     base = final(reward(grpo), grpo)
@@ -119,14 +119,14 @@ def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
     assert len(rows_of(report, "Every run")) == 7
 
 
-def test_names_are_escaped(one_figure, runs, tmp_path):
+def test_names_are_escaped(one_curve, runs, tmp_path):
     (runs / "opo").rename(runs / "<b>|opo")
     report = report_of(tmp_path, runs)
     assert r"| &lt;b>\|opo | 1 |" in report
     assert "<b>" not in report
 
 
-def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
+def test_only_common_seeds_are_paired(one_curve, runs, tmp_path):
     (runs / "opo" / "seed-3").rename(tmp_path / "moved")
     shutil.rmtree(runs / "grpo" / "seed-1")
     report = report_of(tmp_path, runs)
