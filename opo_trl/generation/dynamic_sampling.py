@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..batch import Batch, completion_tokens, concatenate, exchange, take, to_widths, widths_of_tables
+from ..contract import MULTIMODAL_KEYS
 from ..groups import equal_rewards, gather_samples
-from ..trl import MULTIMODAL_KEYS
 from .prompt_order import PromptStream
 
 

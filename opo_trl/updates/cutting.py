@@ -94,17 +94,17 @@ class Prompts:
     """Prompts of completions, where a model can compute them once."""
 
     of_completion: np.ndarray  # the prompt of each completion, as any number, `[B]`
-    # Tokens to which attention costs as much as the rest of a layer: with shared prompts it is computed between all
-    # completions of a prompt, and masked.
-    balance: float
+    # Width of a row at which attention costs as much as the rest of a layer. With shared prompts, attention is
+    # computed between all completions of a prompt, and masked.
+    break_even_width: float
 
     def take(self, completions: np.ndarray) -> "Prompts":
         """The prompts of some completions."""
-        return Prompts(self.of_completion[completions], self.balance)
+        return Prompts(self.of_completion[completions], self.break_even_width)
 
     def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
         """Cost of some tokens in rows of this width, in tokens without attention."""
-        return tokens * (1 + width / self.balance)
+        return tokens * (1 + width / self.break_even_width)
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
         """Order of completions with those of a prompt together, and prompts by the tokens of all their completions."""

@@ -21,10 +21,11 @@ from ..batch import Batch, to_device
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
 
 
-def attention_balance(model: PreTrainedModel) -> float | None:
+def break_even_width(model: PreTrainedModel) -> float | None:
     """
-    Number of tokens to which attention costs as much as the rest of a layer. `None` for a model that may compute
-    something else if a prompt is computed once for its completions: prompts must not be shared then.
+    Width of a row, in tokens, at which attention costs as much as the rest of a layer: attention costs more the wider
+    the row. `None` for a model that may compute something else if a prompt is computed once for its completions:
+    prompts must not be shared then.
 
     That needs full attention to whatever a 4-D mask allows, which only SDPA takes, at rotary positions that are given.
     """
