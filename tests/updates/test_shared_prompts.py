@@ -1,5 +1,7 @@
 """A prompt is computed once for its completions: the same log-probabilities, entropies and gradient as in rows."""
 
+import doctest
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl.batch import model_inputs
 from opo_trl.forecast.plan import _longest_tokens, most_rows
+from opo_trl.updates import shared_prompts
 from opo_trl.updates.cutting import Limits, Prompts, best_cut
 from opo_trl.updates.shared_prompts import arrange, break_even_width, hashes, model_for
 
@@ -18,6 +21,12 @@ from opo_trl.updates.shared_prompts import arrange, break_even_width, hashes, mo
 # Prompts of 5, 1 and 3 tokens, and the lengths of their completions; of one, none is left.
 GROUPS = {5: (2, 4, 1), 1: (3,), 3: (4, 0, 2)}
 P, T = 6, 5
+
+
+def test_the_example_of_the_module_is_right():
+    failed, attempted = doctest.testmod(shared_prompts)
+    assert attempted > 0
+    assert failed == 0
 
 
 def padded_groups(random: torch.Generator) -> tuple[dict, np.ndarray, np.ndarray]:
