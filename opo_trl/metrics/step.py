@@ -86,6 +86,7 @@ class SampleReport:
         All samples of the step, over all processes, by one collective call and one copy to the host; each process has
         the same number.
         """
+        # A row for each sample, and a column for each field in its order
         tables = [torch.stack(list(vars(report).values()), dim=1) for report in reports]
         table = accelerator.gather(torch.cat(tables))
         return cls(*table.cpu().T)
@@ -102,7 +103,8 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     is_unknown = samples.log_ratio.isnan() & ~is_computed
     weights = torch.where(is_unknown, 0.0, samples.weights)
     step = step_metrics(samples.log_ratio, weights, samples.clamped.bool())
-    step["frac_masked"] = (samples.weights == 0).float().mean()
+    step["frac_masked"] = (samples.weights == 0).float().mean()  # those of unknown log-ratio are not masked
+    # Copied first: over a column of the table, a mean would be rounded in another way.
     step["work"] = samples.work.contiguous().mean()
     step["dissipation"] = samples.dissipation.contiguous().mean()
     if objective.is_regression:
