@@ -413,7 +413,7 @@ class RolloutTrainer(GRPOTrainer):
         recorded = self._recorded.rewards(self.reward_weights) if self._replays_recorded else None
         if recorded is not None:
             return self.accelerator.gather(recorded.to(self.accelerator.device))
-        with self._clock.phase("score"), checked(self), self._first_step_checks.scoring():
+        with self._clock.phase("score"), checked(self, tokenizer_of(self)), self._first_step_checks.scoring():
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list, **named)
         self._first_step_checks.check_rewards(rewards, completion_ids_list, inputs)
         if self._mode == "train":  # the log and the limit cover training only

@@ -13,14 +13,14 @@ from ..patching import temporarily
 from .errors import CountingReward, RewardError, error_text, numbers
 
 
-def checked(trainer: Any) -> AbstractContextManager[None]:
+def checked(trainer: Any, tokenizer: Any) -> AbstractContextManager[None]:
     """
-    Within this context, failures of a trainer's reward functions raise a [`RewardError`] that names the function.
+    Within this context, a trainer's reward functions get its tokenizer if they ask for one ([`with_tokenizer`]), and
+    their failures raise a [`RewardError`] that names the function.
 
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects.
     """
     named_rewards = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     checked_rewards = [checked_reward(with_tokenizer(reward, tokenizer), name) for reward, name in named_rewards]
     return temporarily(trainer, reward_funcs=checked_rewards)
 
