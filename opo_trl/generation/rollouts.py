@@ -97,11 +97,7 @@ class RolloutTrainer(GRPOTrainer):
         # none. Without the table they are not needed.
         self.log_multimodal: bool = self.log_multimodal and self.log_completions
         self._know_ends_of_completions()
-        check_tokenizer(self.reward_funcs, tokenizer_of(self))
-        for dataset in prompt_ids.datasets_with_tokens(self.train_dataset, self.eval_dataset):
-            prompt_ids.check(self, dataset)
-        if args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
-            raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
+        self._check_data_and_rewards()
         if args.rollouts is not None:
             self.train_dataset = self._recorded.completed(
                 self, tokenize_prompts=self._tokenize_prompts, takes_positions=self._takes_positions
@@ -114,7 +110,7 @@ class RolloutTrainer(GRPOTrainer):
             self._wrap_vllm(options)
 
     def _checked_args(self, model, args: OPOConfig | None) -> OPOConfig:
-        """The configuration, or the defaults."""
+        """The configuration, or the default one."""
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{model_id.split('/')[-1]}-{self._name}")
@@ -134,6 +130,14 @@ class RolloutTrainer(GRPOTrainer):
         if isinstance(ends, int):
             ends = [ends]
         self.eos_token_ids = [*self.eos_token_ids, *ends] if self.args.use_vllm else ends
+
+    def _check_data_and_rewards(self) -> None:
+        """Check what depends on the tokenizer, and on datasets as TRL has prepared them."""
+        check_tokenizer(self.reward_funcs, tokenizer_of(self))
+        for dataset in prompt_ids.datasets_with_tokens(self.train_dataset, self.eval_dataset):
+            prompt_ids.check(self, dataset)
+        if self.args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
+            raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
 
     def _wrap_vllm(self, options: Mapping[str, Any]) -> None:
         """Time the synchronization of weights, keep those of a frozen base, prefetch rollouts, and watch a server."""
@@ -156,14 +160,14 @@ class RolloutTrainer(GRPOTrainer):
         """
         Be at the start of a run, whatever an earlier call of `train` has left: it may have ended anywhere.
 
-        `resumed` is the state of the checkpoint that the run goes on from. It says where in the data; the rest of it
-        is restored when the first prompts have been loaded.
+        Of `resumed`, the state of the checkpoint that the run goes on from, only the place in the data is restored
+        here: the first prompts are loaded before the rest is restored.
         """
         self._place: Place = Place()  # place in the data after the prompts of the current rollout
-        # Micro-steps of the checkpoint's last rollout that are trained
-        self._resumed_position = 0
-        # Whether the run of the checkpoint has generated `max_completions`, so that nothing is left to train
-        self._is_spent = False
+        self._resumed_position = 0  # micro-steps of the checkpoint's last rollout that are trained
+        self._is_spent = (
+            False  # whether the checkpoint's run has generated `max_completions`: nothing is left to train
+        )
         if resumed is not None:
             self._place = Place(**resumed["place"])
             self._resumed_position = resumed["position"]
