@@ -228,21 +228,21 @@ class OPOTrainer(RolloutTrainer):
         """
         # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
         # micro-batches of another shape.
-        logps = rollout.pop("opo_logps", None)
-        entropies = None
+        logps_of_trl = rollout.pop("opo_logps", None)
         self._policy_is_behaviour = "old_per_token_logps" not in rollout
         # Completions that the policy as it is now has sampled
         by_policy = torch.full_like(rollout["advantages"], self._policy_is_behaviour, dtype=torch.bool)
         sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
         if sampled_elsewhere and not self._skipped.moved_at:  # no step has moved the policy yet
             by_policy = self._recognize_policy(rollout)
-        logps = rollout.get("old_per_token_logps", logps)
+        logps = rollout.get("old_per_token_logps", logps_of_trl)
         policy_logps = partial(self._policy_logps, rollout, batch_size=self.args.per_device_train_batch_size)
+        entropies = None
         if (self.policy_objective.reads_logps and logps is None) or self.top_entropy_quantile < 1.0:
             current, entropies = policy_logps()
             logps = current if logps is None or self._policy_is_behaviour else logps
-        moves = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
-        if moves and "old_per_token_logps" not in rollout:
+        has_later_passes = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
+        if has_later_passes and "old_per_token_logps" not in rollout:
             # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
             rollout["old_per_token_logps"] = policy_logps()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))

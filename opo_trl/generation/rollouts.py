@@ -165,9 +165,7 @@ class RolloutTrainer(GRPOTrainer):
         """
         self._place: Place = Place()  # place in the data after the prompts of the current rollout
         self._resumed_position = 0  # micro-steps of the checkpoint's last rollout that are trained
-        self._is_spent = (
-            False  # whether the checkpoint's run has generated `max_completions`: nothing is left to train
-        )
+        self._is_spent = False  # whether the checkpoint ends a run that has generated `max_completions`
         if resumed is not None:
             self._place = Place(**resumed["place"])
             self._resumed_position = resumed["position"]
