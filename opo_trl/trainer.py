@@ -40,8 +40,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 
-# First, because it checks versions: another release may lack names that are imported below.
-from . import compatibility  # isort: skip  # noqa: F401
+from . import compatibility  # isort: skip  # noqa: F401  first, as another release may lack names that are imported below
 from .batch import Batch, as_batch, completion_tokens, image_entries, model_inputs
 from .checks.text import printable
 from .checks.weights import check_trainable
@@ -562,13 +561,7 @@ class OPOTrainer(RolloutTrainer):
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         losses, report = self._sample_losses(inputs, logps, entropies)
-        reports = [report]
-        if "opo_filler" in inputs:
-            on_policy = "old_per_token_logps" not in inputs
-            left_out = partial(SampleReport.of_skipped, mu=inputs["opo_mu"].max(), on_policy=on_policy)
-            reports = [report.with_fillers(inputs["opo_filler"], left_out(inputs["opo_counts"]))]
-            if "opo_skipped" in inputs:
-                reports.append(left_out(inputs["opo_skipped"]))
+        reports = report.with_left_out(inputs)
         loss = losses.sum()
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * aux_loss * len(losses)
@@ -593,10 +586,10 @@ class OPOTrainer(RolloutTrainer):
             kl = self.policy_objective.kl(reference_logps, samples, corrected=self.args.use_bias_correction_kl)
         # A completion at rest has no gradient. While no step has moved the policy since it was sampled, its log-ratio
         # is only rounding, and Adam would make a full step of that; so `total` leaves it out.
-        at_rest = inputs.get("opo_at_rest", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no such key
+        is_at_rest = inputs.get("opo_at_rest", torch.zeros_like(inputs["opo_valid"]))  # an evaluation has no such key
         # `opo_step` is the optimizer step after which the completion was sampled, `moved_at` the last that may have
         # moved the policy.
-        rests_now = at_rest & (inputs["opo_step"] >= self._skipped.moved_at)
+        rests_now = is_at_rest & (inputs["opo_step"] >= self._skipped.moved_at)
         kl_losses = self.beta * self.policy_objective.reduce(kl, samples)
         policy_losses = inputs["opo_scale"] * (loss.total(rests_now) + kl_losses)
         losses = policy_losses

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -79,6 +81,20 @@ class SampleReport:
         values["tokens"] = self.tokens
         values["entropy"] = self.entropy
         return SampleReport(**values)
+
+    def with_left_out(self, batch: Mapping[str, Any]) -> list["SampleReport"]:
+        """
+        This report, of the samples of a micro-batch, and one of those that its step leaves out and that the
+        micro-batch names (`opo_skipped`).
+        """
+        if "opo_filler" not in batch:  # an evaluation, or a run that leaves no sample out
+            return [self]
+        on_policy = "old_per_token_logps" not in batch
+        left_out = partial(SampleReport.of_skipped, mu=batch["opo_mu"].max(), on_policy=on_policy)
+        reports = [self.with_fillers(batch["opo_filler"], left_out(batch["opo_counts"]))]
+        if "opo_skipped" in batch:
+            reports.append(left_out(batch["opo_skipped"]))
+        return reports
 
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
