@@ -111,28 +111,12 @@ class Planner:
 
     def _cut_step(self, batch: Batch, info: SampleInfo) -> list[Batch]:
         """Micro-batches of this process for an optimizer step, of whose completions `info` is: `[processes, B]`."""
-        process = self.accelerator.process_index
         # The lengths of completions do not tell how much memory images and lists need.
         only_tokens = bool(info.exchangeable.all())
         limits = self._limits(self.args.per_device_train_batch_size, fill=only_tokens)
         break_even_width = self.break_even_width if only_tokens else None
-        # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
-        # process with fewer passes than the others would leave them waiting forever.
-        n_micro_batches, cost = _needed(info, break_even_width, limits)
-        n_processes = len(info)
-        if n_processes > 1 and only_tokens:
-            # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
-            # process computes the same partition, and takes its own part.
-            on_all = info.on_all_processes()
-            assigned = partition(on_all.lengths, on_all.left_out, n_processes)
-            exchanged = on_all[assigned]
-            n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, break_even_width, limits)
-            # An exchange may part the completions of a prompt, which are then computed with a prompt each.
-            if break_even_width is None or cost_exchanged < cost:
-                widths = columns(on_all.lengths, most=on_all.columns.max(axis=0))
-                batch = exchange(resize(batch, **widths), assigned[process], self.accelerator)
-                info, n_micro_batches = exchanged, n_micro_batches_exchanged
-        local = info[process]
+        batch, info, n_micro_batches = self._exchanged(batch, info, limits, break_even_width)
+        local = info[self.accelerator.process_index]
         # No micro-batch may be empty: a process with too few other completions computes some that could be left out.
         computed_first = np.argsort(local.left_out, kind="stable")
         n_with_gradient = int(np.count_nonzero(~local.left_out))
@@ -144,6 +128,32 @@ class Planner:
         micro_batches = [micro_batch for _, micro_batch in parts]
         micro_batches[-1]["opo_skipped"] = counts[to_device(not_computed, counts.device)]
         return micro_batches
+
+    def _exchanged(
+        self, batch: Batch, info: SampleInfo, limits: Limits, break_even_width: float | None
+    ) -> tuple[Batch, SampleInfo, int]:
+        """
+        The completions of a step that this process computes, what all processes know of theirs, and how many
+        micro-batches each of them makes. Processes have exchanged completions if that costs less.
+        """
+        # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
+        # process with fewer passes than the others would leave them waiting forever.
+        n_micro_batches, cost = _needed(info, break_even_width, limits)
+        n_processes = len(info)
+        if n_processes == 1 or not info.exchangeable.all():
+            return batch, info, n_micro_batches
+        # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
+        # process computes the same partition, and takes its own part.
+        on_all = info.on_all_processes()
+        assigned = partition(on_all.lengths, on_all.left_out, n_processes)
+        exchanged = on_all[assigned]
+        n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, break_even_width, limits)
+        # An exchange may part the completions of a prompt, which are then computed with a prompt each.
+        if break_even_width is not None and cost_exchanged >= cost:
+            return batch, info, n_micro_batches
+        widths = columns(on_all.lengths, most=on_all.columns.max(axis=0))
+        own = assigned[self.accelerator.process_index]
+        return exchange(resize(batch, **widths), own, self.accelerator), exchanged, n_micro_batches_exchanged
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
         """Limits of a micro-batch of at most `max_rows` completions; `fill`: whether short ones may be more."""
