@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 from transformers import GenerationConfig
 from trl import GRPOConfig
 
-from . import trl  # noqa: F401  checks versions
+from . import compatibility  # noqa: F401  checks versions
 from .checks.secrets import Masked
 from .fields import (
     COUNT,

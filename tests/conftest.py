@@ -29,7 +29,7 @@ FIRST = (
     "test_launched",
     "test_kill_and_resume",
     "test_two_steps",
-    "test_trl",
+    "test_compatibility",
     "test_selftest",
     "test_notebooks",
     "test_killed_command",

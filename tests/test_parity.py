@@ -14,7 +14,7 @@ from helpers import BACKEND, RecordingGRPO, RecordingOPO, Script, distance, even
 from invariance.launch import launch, logs
 
 from opo_trl.batch import completion_tokens
-from opo_trl.trl import temporarily
+from opo_trl.patching import temporarily
 
 
 LOSSES = {

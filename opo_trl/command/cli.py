@@ -148,7 +148,8 @@ def _train(argv: list[str]) -> int:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the process that trains notes what differs
-        from ..trl import temporarily  # checks versions
+        from .. import compatibility  # noqa: F401  checks versions
+    from ..patching import temporarily
     from .recipe import launch_words, read, set_variables
     from .signals import pass_on_signals
 

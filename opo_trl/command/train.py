@@ -20,7 +20,7 @@ from typing import Any
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from ..trl import temporarily  # isort: skip
+from .. import compatibility  # isort: skip  # noqa: F401
 
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -33,6 +33,7 @@ from ..checks.weights import check_weights
 from ..data.arithmetic import EMBEDDED_MODELS
 from ..fields import require
 from ..models.adapter import tokenizer_source
+from ..patching import temporarily
 from ..report import run_files as run_folder
 from ..report.run_report import accuracies, accuracy_lines, write_report
 from ..resume.checkpoint import check_resumable

@@ -1,6 +1,6 @@
 """
-What the package needs of TRL itself: that nothing has replaced its classes, and that the installed release has what
-`contract` lists.
+Whether the package can work with the installed releases: they have what `contract` lists, and nothing has replaced
+their classes.
 
 Importing this module checks both, so modules that import private names import it first.
 """
@@ -8,16 +8,11 @@ Importing this module checks both, so modules that import private names import i
 import inspect
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from . import contract
-from .contract import KNOWN_KEYS as KNOWN_KEYS
-from .contract import MULTIMODAL_KEYS as MULTIMODAL_KEYS
 
 
 TESTED = {"trl": ">=1.16,<1.17", "transformers": ">=5.17,<5.25", "accelerate": ">=1.13,<1.16", "torch": ">=2.11,<2.16"}
@@ -80,20 +75,6 @@ def check_replaced() -> None:
                 "imported. Its methods are rewritten, so OPO would train something else. Train in a process that does "
                 "not import that package: see docs/migrating.md for alternatives."
             )
-
-
-@contextmanager
-def temporarily(holder: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of an object, and restore them afterwards."""
-    attributes = vars(holder)
-    originals = {name: attributes[name] for name in values if name in attributes}
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            attributes.pop(name, None)
-        attributes.update(originals)
 
 
 check()

@@ -31,8 +31,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.paper.recorded_runs import unpack
 from opo_trl import contract
+from opo_trl.compatibility import TESTED, check
 from opo_trl.contract import ROLLOUT_KEYS, examine
-from opo_trl.trl import TESTED, check
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,17 +86,21 @@ def set_or_defined(owner: type) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("owner", "file", "holders"),
+    ("owner", "files", "holders"),
     [
-        (GRPOTrainer, "trainer.py", {"trainer", "twin", "self.trainer", "super()", "super(GRPOTrainer, self)"}),
-        (GRPOConfig, "config.py", {"args", "self.args", "trainer.args", "self.trainer.args"}),
+        (
+            GRPOTrainer,
+            {"trainer.py", "rollouts.py"},
+            {"trainer", "twin", "self.trainer", "super()", "super(GRPOTrainer, self)"},
+        ),
+        (GRPOConfig, {"config.py"}, {"args", "self.args", "trainer.args", "self.trainer.args"}),
     ],
 )
-def test_attributes_of_trainer_and_configuration_are_listed(owner, file, holders):
+def test_attributes_of_trainer_and_configuration_are_listed(owner, files, holders):
     """Of those that the package uses or overrides, all that TRL and Transformers define."""
     used = set()
     for name, node in nodes():
-        is_own = name == file
+        is_own = name in files
         if isinstance(node, ast.Attribute):
             holder = ast.unparse(node.value)
             if holder in holders or (is_own and holder == "self"):
@@ -232,14 +236,15 @@ INSTALLED = {"trl": "1.16.0", "transformers": "5.23.0", "accelerate": "1.15.0", 
 @pytest.mark.parametrize("release", ["trl 1.15.2", "transformers 5.25.0", "accelerate 1.16.0", "torch 3.0"])
 def test_release_outside_the_tested_range_is_noted_and_checked(release, monkeypatch, tiny_model, tmp_path):
     library, number = release.split()
-    monkeypatch.setattr("opo_trl.trl.version", {**INSTALLED, library: number}.get)
+    monkeypatch.setattr("opo_trl.compatibility.version", {**INSTALLED, library: number}.get)
     with pytest.warns(UserWarning, match=f"{library}{TESTED[library]}, not with {number}. It checks a run's first"):
         check()
     assert make_trainer(tiny_model, tmp_path)._first_step is not None
 
 
 def test_tested_release_is_neither_noted_nor_checked(monkeypatch, tiny_model, tmp_path):
-    monkeypatch.setattr("opo_trl.trl.version", {**INSTALLED, "trl": "1.16.2.dev0", "torch": "2.13.0+cpu"}.get)
+    installed = {**INSTALLED, "trl": "1.16.2.dev0", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr("opo_trl.compatibility.version", installed.get)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check()
@@ -247,7 +252,7 @@ def test_tested_release_is_neither_noted_nor_checked(monkeypatch, tiny_model, tm
 
 
 def test_only_the_first_process_notes(monkeypatch):
-    monkeypatch.setattr("opo_trl.trl.version", {**dict.fromkeys(TESTED, "9.0")}.get)
+    monkeypatch.setattr("opo_trl.compatibility.version", {**dict.fromkeys(TESTED, "9.0")}.get)
     monkeypatch.setenv("RANK", "1")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
