@@ -129,7 +129,7 @@ def compare_in_two_processes(model: str, folder: str, name: str) -> None:
     assert_same(ours, trl)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("name", ["dapo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_gradient_is_that_of_trl_in_two_processes(tiny_model, tmp_path, name):
     arguments = (tiny_model, str(tmp_path), name)
     status = launch(compare_in_two_processes, *arguments, config="cpu", processes=2, folder=tmp_path / "logs")
