@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from transformers import GenerationConfig
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
 from . import trl  # noqa: F401  checks versions
@@ -308,6 +309,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             self.scale_rewards = "none"
         check_fields(self)
         self._choose_metric_for_best_model()
+        if self.bf16 is None and not (self.use_cpu or is_torch_bf16_gpu_available()):
+            self.bf16 = False  # TRL's default, true, would be an error on this machine
         super().__post_init__()
         if self._schedule_follows_metric:
             mode = {"mode": "max" if self.greater_is_better else "min"}

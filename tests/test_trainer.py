@@ -194,6 +194,9 @@ def test_model_card_names_the_method(tiny_model, tmp_path):
     for text in ("OPO", "2601.12415", "Orthogonalized Policy Optimization", "\n- trl\n", "\n- opo\n"):
         assert text in card
     assert "- grpo" not in card
+    assert "None" not in card  # TRL's name of a model that is not on the Hub
+    assert f"fine-tuned version of `{Path(tiny_model).name}`" in card
+    assert f'model="{tmp_path.name}"' in card
 
 
 def test_configuration_of_another_trainer_is_rejected(tiny_model, tmp_path):
