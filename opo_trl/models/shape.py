@@ -14,8 +14,9 @@ def shape(path: str, options: Mapping[str, Any]) -> Any | None:
     folder, or a name on the Hub. `options` are those of `from_pretrained` in training.
     """
     folder = Path(path)
-    has_weights = any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin", "adapter_config.json"))
-    if not (folder / "config.json").is_file() or has_weights:
+    endings = ("*.safetensors", "*.bin", "adapter_config.json")
+    weights = [file for ending in endings for file in folder.glob(ending)]
+    if weights or not (folder / "config.json").is_file():
         return None
     of_config = {name: options[name] for name in ("trust_remote_code", "attn_implementation") if name in options}
     config = AutoConfig.from_pretrained(path, **of_config)
