@@ -58,9 +58,7 @@ def draw(record: dict[str, Any], path: Path) -> bytes:
             bounds = [[100 * share for share in bound] for bound in (low, high)]
             axes.fill_between(completions, *bounds, color=color, alpha=0.15, linewidth=0)
         axes.set(xlabel="completions generated", ylabel="solved, greedy (%)", ylim=(20, 102))
-        axes.set_title(
-            "Sums with a level of carrying that is never trained on: 200 problems, one seed, 95 % intervals"
-        )
+        axes.set_title("200 sums of a level that is never trained on; one seed, 95 % intervals")
         axes.legend(frameon=False, loc="lower right")
         content = write(figure, path)
         plt.close(figure)

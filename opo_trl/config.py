@@ -266,8 +266,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             Whether to record all completions of training in the folder `rollouts` of `output_dir`. Off by default:
             it costs disk space and, if training needs none, a forward pass over each rollout. See docs/reuse.md.
         max_completions (`int`, *optional*):
-            Number of completions to generate for training: the run ends with the first rollout that reaches it. By
-            default `max_steps` or `num_train_epochs` ends it. See docs/reuse.md.
+            Number of completions to generate for training: the run ends with the first rollout that reaches it, and
+            so does the schedule. By default `max_steps` or `num_train_epochs` ends it. See docs/reuse.md.
 
         > Parameters that control optimizer steps
 

@@ -374,7 +374,7 @@ class OPOTrainer(GRPOTrainer):
 
         A run ends after `max_steps` or `num_train_epochs`, by a callback, or:
 
-        - with `max_completions`: `OPOTrainer._end_if_budget_is_spent`;
+        - with `max_completions`: `OPOTrainer.set_initial_training_values`, and `_end_if_budget_is_spent`;
         - by Ctrl-C: `resume/interrupts.py`, `SaveOnInterrupt.on_save`; another signal of `opo-trl train`:
           `command/signals.py`;
         - after too many skipped steps: `resume/skipped_steps.py`, `SkippedSteps.end_of_step`;
