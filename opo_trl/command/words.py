@@ -151,7 +151,8 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each option with the words up to the next one, and its name; before the first one, the name is empty."""
-    name, group = "", []
+    name = ""
+    group: list[str] = []
     for word in words:
         if word.startswith("--"):
             if group:
@@ -232,17 +233,24 @@ def _declared_fields() -> dict[str, str]:
     """
     types: dict[str, str] = {}
     known = {"object"}
+    for declared in _declarations():
+        unknown = {ast.unparse(base) for base in declared.bases} - known
+        if unknown:
+            raise LookupError(f"{declared.name} is derived from {unknown}")
+        known.add(declared.name)
+        for node in declared.body:
+            if isinstance(node, ast.AnnAssign):
+                types[ast.unparse(node.target)] = ast.unparse(node.annotation)
+    return types
+
+
+def _declarations() -> Iterator[ast.ClassDef]:
+    """The source of the classes that [`_DECLARED`] names, in its order."""
     for package, files in _DECLARED.items():
         for file, names in files.items():
-            classes = {node.name: node for node in _parsed(package, file).body if isinstance(node, ast.ClassDef)}
-            for name in names:
-                if unknown := {ast.unparse(base) for base in classes[name].bases} - known:
-                    raise LookupError(f"{name} is derived from {unknown}")
-                known.add(name)
-                for node in classes[name].body:
-                    if isinstance(node, ast.AnnAssign):
-                        types[ast.unparse(node.target)] = ast.unparse(node.annotation)
-    return types
+            body = _parsed(package, file).body
+            classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+            yield from (classes[name] for name in names)
 
 
 @functools.cache
@@ -250,12 +258,13 @@ def options_of_accelerate() -> Mapping[str, bool]:
     """Option of `accelerate launch` → whether it is a flag, without a value."""
     is_flag: dict[str, bool] = {}
     for node in ast.walk(_parsed("accelerate", "commands/launch.py")):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".add_argument"):
-            action = next((ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"), "")
-            for word in map(ast.unparse, node.args):
-                name = word.strip("'")
-                if name.startswith("--"):
-                    is_flag[name.removeprefix("--")] = "store_" in action
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".add_argument"):
+            continue
+        actions = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"]
+        for word in map(ast.unparse, node.args):
+            option = word.strip("'")
+            if option.startswith("--"):
+                is_flag[option.removeprefix("--")] = any("store_" in action for action in actions)
     return is_flag
 
 
