@@ -197,6 +197,27 @@ def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
     return None
 
 
+_NUMBER = re.compile(r"(?:Annotated\[)?(int|float)(?: \| None)?(?:, ([A-Z_]+)\])?")
+
+
+def number_problem(name: str, declared: str, value: Any) -> str | None:
+    """
+    What is wrong with the text of a number; `None` if it is fine, or the field is not `declared` as a number. This
+    needs the field's type as its source has it, and no import of its class.
+    """
+    declaration = _NUMBER.fullmatch(declared)
+    if declaration is None or not isinstance(value, str):
+        return None
+    number_type, usual = (int, "an integer") if declaration[1] == "int" else (float, "a number")
+    bound = _INHERITED.get(name) or globals().get(declaration[2])
+    allowed = bound.text if bound else usual
+    try:
+        number = number_type(value)
+    except ValueError:
+        return not_allowed(name, value, allowed)
+    return None if bound is None or bound.holds(number) else not_allowed(name, number, allowed)
+
+
 def check_fields(arguments: Any) -> None:
     """
     Check each field of a configuration by itself; a `ValueError` names all that are wrong. A number gets the type of

@@ -38,6 +38,7 @@ from torch import Tensor
 from transformers.trainer_callback import DefaultFlowCallback
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import get_config_model_id
 
 
 from . import compatibility  # isort: skip  # noqa: F401  first, as another release may lack names that are imported below
@@ -129,11 +130,47 @@ class OPOTrainer(RolloutTrainer):
     # The set-up
 
     def __init__(
-        self, model, reward_funcs=None, args: OPOConfig | None = None, train_dataset=None, eval_dataset=None, **options
+        self,
+        model,
+        reward_funcs=None,
+        args: OPOConfig | None = None,
+        train_dataset=None,
+        eval_dataset=None,
+        processing_class=None,
+        reward_processing_classes=None,
+        callbacks=None,
+        optimizers=(None, None),
+        quantization_config=None,
+        peft_config=None,
+        tools=None,
+        rollout_func=None,
+        environment_factory=None,
+        **options,
     ):
+        options |= {
+            "processing_class": processing_class,
+            "reward_processing_classes": reward_processing_classes,
+            "callbacks": callbacks,
+            "optimizers": optimizers,
+            "quantization_config": quantization_config,
+            "peft_config": peft_config,
+            "tools": tools,
+            "rollout_func": rollout_func,
+            "environment_factory": environment_factory,
+        }
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **options)
         self.policy_objective = self._named_objective()
         self._begin()
+
+    def create_model_card(self, *args, **named):
+        """As in TRL, which has only names on the Hub; a local base model and output are named by their folders."""
+        super().create_model_card(*args, **named)
+        card = Path(self.args.output_dir, "README.md")
+        if self.is_world_process_zero():
+            base = Path(get_config_model_id(self.model.config)).name
+            text = card.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", f"`{base}`")
+            output = Path(self.args.output_dir).name
+            card.write_text(text.replace('model="None"', f'model="{output}"'), encoding="utf-8")
 
     def _named_objective(self) -> Objective:
         """The objective of the class or the configuration; the model card of another than OPO has its name."""
@@ -170,7 +207,7 @@ class OPOTrainer(RolloutTrainer):
 
         A run ends after `max_steps` or `num_train_epochs`, by a callback, or:
 
-        - with `max_completions`: `OPOTrainer._end_if_budget_is_spent`;
+        - with `max_completions`: `OPOTrainer.set_initial_training_values`, and `_end_if_budget_is_spent`;
         - by Ctrl-C: `resume/interrupts.py`, `SaveOnInterrupt.on_save`; another signal of `opo-trl train`:
           `command/signals.py`;
         - after too many skipped steps: `resume/skipped_steps.py`, `SkippedSteps.end_of_step`;
@@ -211,6 +248,16 @@ class OPOTrainer(RolloutTrainer):
         from .forecast.plan import training_plan  # needed once, and not to import a trainer
 
         return f"{self._name} training plan\n{training_plan(self)}"
+
+    def set_initial_training_values(self, args, dataloader, **named):
+        """As in Transformers, but with the `max_steps` that `max_completions` last for, if these end the run first."""
+        *values, max_steps = super().set_initial_training_values(args, dataloader, **named)
+        per_rollout = args.optimizer_steps_per_rollout
+        # Where an optimizer step may span rollouts, an epoch's last one is shorter, and their number is not known.
+        if args.max_completions is not None and per_rollout.is_integer():
+            n_rollouts = math.ceil(args.max_completions / args.generation_batch_size)
+            max_steps = min(max_steps, n_rollouts * int(per_rollout))
+        return *values, max_steps
 
     # 1. A rollout
 
@@ -694,14 +741,17 @@ class OPOTrainer(RolloutTrainer):
         """After this optimizer step, end a run that has generated `max_completions` and trained on them."""
         limit = self.args.max_completions
         is_spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
-        # Transformers calls this again at the epoch's end: by then the stop is set and the checkpoint written.
-        if not is_spent or self.control.should_training_stop:
+        if not is_spent:
+            return
+        self.control.should_log = True
+        # `max_steps` has ended the run, unless dynamic sampling generates more. Transformers calls this again at the
+        # epoch's end: by then the stop is set and the checkpoint written.
+        if self.control.should_training_stop:
             return
         # End the run here. Transformers decides what to save and evaluate after a last step, so it is shown a state in
         # which this is the last.
         last = replace(self.state, max_steps=self.state.global_step)
         DefaultFlowCallback().on_step_end(self.args, last, self.control)
-        self.control.should_log = True
 
     # 6. A checkpoint: saving and loading, in the order of Transformers
 

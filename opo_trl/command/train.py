@@ -33,6 +33,7 @@ from ..checks.weights import check_weights
 from ..data.arithmetic import EMBEDDED_MODELS
 from ..fields import require
 from ..models.adapter import tokenizer_source
+from ..models.shape import shape
 from ..patching import temporarily
 from ..report import run_files as run_folder
 from ..report.run_report import accuracies, accuracy_lines, write_report
@@ -109,8 +110,13 @@ def prepare(argv: Sequence[str]) -> Run:
         check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
     folder = Path(args.output_dir)
+    model: Any = path
+    if "--plan" in argv and get_quantization_config(model_config) is None:
+        model = shape(path, trusted | options) or path
+    if model is not path:
+        args.model_init_kwargs = None  # they have made it
     trainer = OPOTrainer(
-        model=path,
+        model=model,
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,

@@ -31,6 +31,12 @@ def is_run(folder: Path) -> bool:
     return (folder / SETTINGS).is_file()
 
 
+def another_run(folder: str) -> ValueError:
+    """The error of a new run whose folder describes one already."""
+    fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
+    return ValueError(f"output_dir={folder!r} holds another run. Choose another `output_dir`, {fix}.")
+
+
 def is_finished(folder: Path) -> bool:
     """Whether the run in this folder has ended."""
     return "after" in read_summary(folder)

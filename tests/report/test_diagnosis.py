@@ -171,7 +171,7 @@ LOGS = {
         [
             "held 100% of completions at the end",
             "at most 0.75 at the end. If rewards are high",
-            "Wrong: 2 of 3 diagnostics, `frac_reward_zero_std`, `grad_norm`. Look at 1 of 3 diagnostics: `reward`.",
+            "Wrong: 2 of 3 diagnostics, `frac_reward_zero_std`, `grad_norm`. Also look at `reward`.",
         ],
     ),
     "clipped": (

@@ -235,7 +235,7 @@ def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_pat
         eval_strategy=strategy,
         eval_steps=4,
     )
-    assert trainer.state.global_step == 6
+    assert trainer.state.global_step == trainer.state.max_steps == 6
     checkpoints = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert checkpoints == {f"checkpoint-{step}" for step in saved}
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4, 6]
