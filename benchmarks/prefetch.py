@@ -6,9 +6,9 @@ What `prefetch_rollouts` saves beside a vLLM server: seconds of an optimizer ste
     python -m benchmarks.prefetch --quick    each trainer once, for two rollouts; writes nothing
 
 One `trl vllm-serve` serves all runs: a random Qwen3 in float32, which a trainer on the same machine trains. Prompts,
-seed, steps and numbers of completions and tokens are the same for all: no completion ends before its limit. Each run
-is a process; the trainers take turns. Seconds are those of `train`, from the first request to the last step, without
-imports. Without a GPU, the replacements of tests/with_vllm/README.md are needed, which also says what to install.
+seed, steps and numbers of completions and tokens are the same for all: no completion ends before its limit. The
+trainers take turns. Seconds are those of `train`, from the first request to the last step. tests/with_vllm/README.md
+says what to install, and what is replaced without a GPU.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ from .shapes import small_qwen3
 
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results" / "prefetch.json"
-sys.path.append(str(HERE.parent / "tests" / "with_vllm"))  # for the server, its environment, and the replacements
+sys.path.append(str(HERE.parent / "tests" / "with_vllm"))
+import cpu_shim  # noqa: E402
+from serving import environment_of_vllm, free_port, vllm_server  # noqa: E402
 
+
+RESULTS = HERE / "results" / "prefetch.json"
 REPEATS = 3
 STEPS_PER_ROLLOUT = 2
 
@@ -52,7 +56,7 @@ SIZES = {
     "prompts": 8,
     "completions": 8,  # of a prompt
     "tokens": 96,  # of a completion
-    "rollouts": 8,
+    "rollouts": 6,
     "rows": 8,  # of a micro-batch
 }
 QUICK = {"rollouts": 2}
@@ -103,7 +107,7 @@ def even_tokens(completion_ids: list[list[int]], **columns: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def save_model(folder: Path, width: int) -> None:
+def save_model(folder: str, width: int) -> None:
     """Save a random model and its tokenizer."""
     torch.manual_seed(0)
     shape = small_qwen3(width, vocab_size=len(tokenizer()))
@@ -111,7 +115,7 @@ def save_model(folder: Path, width: int) -> None:
     tokenizer().save_pretrained(folder)
 
 
-# One run, in a process of its own
+# A run
 
 
 class Timed:
@@ -138,91 +142,80 @@ def processor_seconds(pid: int) -> float:
     return sum(of_process.user + of_process.system for of_process in times)
 
 
-def measure(name: str, model: str, sizes: dict[str, int], server: dict[str, int]) -> dict[str, float]:
-    """Train once; seconds of an optimizer step."""
-    if not torch.cuda.is_available():
-        import cpu_shim
-
-        cpu_shim.patch_client()
-    generating = Timed(VLLMClient, "generate")
-    sending = Timed(VLLMClient, "update_named_params")
+def make_trainer(name: str, model: str, folder: str, sizes: dict[str, int], port: int) -> Any:
+    """A trainer of `TRAINERS`, which generates with the server at a port."""
     trainer_class, config_class, options = TRAINERS[name]
     micro_batches = sizes["prompts"] * sizes["completions"] // sizes["rows"]
-    steps = sizes["rollouts"] * STEPS_PER_ROLLOUT
-    with tempfile.TemporaryDirectory() as folder:
-        args = config_class(
-            output_dir=folder,
-            per_device_train_batch_size=sizes["rows"],
-            gradient_accumulation_steps=micro_batches // STEPS_PER_ROLLOUT,
-            steps_per_generation=micro_batches,
-            num_generations=sizes["completions"],
-            max_completion_length=sizes["tokens"],
-            max_steps=steps,
-            learning_rate=1e-4,
-            use_vllm=True,
-            vllm_mode="server",
-            vllm_server_base_url=f"http://127.0.0.1:{server['port']}",
-            vllm_group_port=server["group_port"],
-            generation_kwargs={"ignore_eos": True},
-            bf16=False,
-            use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-            **options,
-        )
-        prompts = [f"{number} + {number + 1} = " for number in range(10, 10 + 4 * sizes["prompts"])]
-        dataset = Dataset.from_dict({"prompt": prompts})
-        trainer = trainer_class(model=model, reward_funcs=even_tokens, args=args, train_dataset=dataset)
-        began, trainer_began, server_began = time.perf_counter(), time.process_time(), processor_seconds(server["pid"])
-        trainer.train()
-        whole = time.perf_counter() - began
+    args = config_class(
+        output_dir=folder,
+        per_device_train_batch_size=sizes["rows"],
+        gradient_accumulation_steps=micro_batches // STEPS_PER_ROLLOUT,
+        steps_per_generation=micro_batches,
+        num_generations=sizes["completions"],
+        max_completion_length=sizes["tokens"],
+        max_steps=sizes["rollouts"] * STEPS_PER_ROLLOUT,
+        learning_rate=1e-4,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_base_url=f"http://127.0.0.1:{port}",
+        vllm_group_port=free_port(),
+        generation_kwargs={"ignore_eos": True},
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    prompts = [f"{number} + {number + 1} = " for number in range(10, 10 + 4 * sizes["prompts"])]
+    dataset = Dataset.from_dict({"prompt": prompts})
+    return trainer_class(model=model, reward_funcs=even_tokens, args=args, train_dataset=dataset)
+
+
+def measure(trainer: Any, clocks: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Train; what each clock shows afterwards less what it showed before, divided by the number of steps."""
+    before = {name: clock() for name, clock in clocks.items()}
+    trainer.train()
+    seconds = {name: clock() - before[name] for name, clock in clocks.items()}
     log = trainer.state.log_history
-    lengths = {entry["completions/mean_length"] for entry in log if "completions/mean_length" in entry}
-    assert (trainer.state.global_step, lengths) == (steps, {sizes["tokens"]}), "This run has done other work."
-    seconds = {
-        "step": whole,
-        "generating": generating.seconds,
-        "sending": sending.seconds,
-        "of the trainer's processor": time.process_time() - trainer_began,
-        "of the server's processors": processor_seconds(server["pid"]) - server_began,
-    }
     for phase in PHASES:
         seconds[f"phase {phase}"] = sum(entry.get(f"opo/time/{phase}", 0.0) for entry in log)
-    of_step = {part: round(value / steps, 4) for part, value in seconds.items()}
+    lengths = {entry["completions/mean_length"] for entry in log if "completions/mean_length" in entry}
+    assert lengths == {trainer.args.max_completion_length}, f"Completions of {lengths} tokens are other work."
+    of_step = {name: round(value / trainer.state.global_step, 4) for name, value in seconds.items()}
     return {**of_step, "load": round(os.getloadavg()[0], 1)}
 
 
 # All runs
 
 
-def measure_all(sizes: dict[str, int], repeats: int) -> dict[str, Any]:
-    """All runs, by trainer; the trainers take turns, beginning with the next one each time."""
-    from serving import environment_of_vllm, vllm_server
-
+def measure_all(folder: Path, sizes: dict[str, int], repeats: int) -> dict[str, Any]:
+    """The runs of each trainer; they take turns, beginning with the next one each time."""
+    if not torch.cuda.is_available():
+        cpu_shim.patch_client()
+    generating = Timed(VLLMClient, "generate")
+    sending = Timed(VLLMClient, "update_named_params")
+    model = str(folder / "model")
+    save_model(model, sizes["width"])
+    arguments = ("--dtype", "float32", "--max_model_len", str(sizes["tokens"] + 64))
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in TRAINERS}
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        model = folder / "model"
-        save_model(model, sizes["width"])
-        environment = environment_of_vllm(folder / "shim")
-        arguments = ("--dtype", "float32", "--max_model_len", str(sizes["tokens"] + 64))
-        with vllm_server(str(model), environment, folder / "server.log", *arguments) as server:
-            vllm = requests.get(f"http://127.0.0.1:{server['port']}/version").json()["version"]
-            for repeat in range(repeats):
-                names = list(TRAINERS)
-                for name in names[repeat % 3 :] + names[: repeat % 3]:
-                    run = {"name": name, "model": str(model), "sizes": sizes, "server": server}
-                    command = [sys.executable, "-m", "benchmarks.prefetch", "--run", json.dumps(run)]
-                    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-                    if done.returncode != 0:
-                        raise RuntimeError(done.stdout + done.stderr)
-                    seconds = json.loads(done.stdout.splitlines()[-1])
-                    print(name, seconds, flush=True)
-                    runs[name].append(seconds)
+    with vllm_server(model, dict(os.environ), folder / "server.log", *arguments) as server:
+        clocks = {
+            "step": time.perf_counter,
+            "generating": lambda: generating.seconds,
+            "sending": lambda: sending.seconds,
+            "of the trainer's processor": time.process_time,
+            "of the server's processors": lambda: processor_seconds(server["pid"]),
+        }
+        vllm = requests.get(f"http://127.0.0.1:{server['port']}/version").json()["version"]
+        for repeat in range(repeats):
+            names = list(TRAINERS)
+            for name in names[repeat % 3 :] + names[: repeat % 3]:
+                trainer = make_trainer(name, model, str(folder / "run"), sizes, server["port"])
+                runs[name].append(measure(trainer, clocks))
+                print(name, runs[name][-1], file=sys.stderr, flush=True)
     return {"vllm": vllm, "sizes": sizes, "runs": runs}
 
 
@@ -278,16 +271,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="only the page")
     parser.add_argument("--quick", action="store_true", help="each trainer once; writes nothing")
-    parser.add_argument("--run", type=json.loads, help=argparse.SUPPRESS)  # one run, in its process
     args = parser.parse_args()
-    if args.run:
-        print(json.dumps(measure(**args.run)))
-        return
+    if "OPO_VLLM" not in os.environ and not args.write:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**environment_of_vllm(Path(folder)), "OPO_VLLM": folder}
+            sys.exit(subprocess.run(sys.orig_argv, env=environment).returncode)
     if args.quick:
-        measure_all({**SIZES, **QUICK}, repeats=1)
+        measure_all(Path(os.environ["OPO_VLLM"]), {**SIZES, **QUICK}, repeats=1)
         return
     if not args.write:
-        measured = measure_all(SIZES, REPEATS)
+        measured = measure_all(Path(os.environ["OPO_VLLM"]), SIZES, REPEATS)
         write_json(RESULTS, {**origin(), **measured})
     results = json.loads(RESULTS.read_text())
     RESULTS.with_suffix(".md").write_text(page(results))
