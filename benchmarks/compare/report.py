@@ -24,8 +24,8 @@ _HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 def write_report(comparison: Comparison, output: Path, command: str) -> Path:
     """
-    Write `report.md` and `curves.png`; returns the path of the former. `command` makes the same bytes of the same runs:
-    there is no date, no path and no random order.
+    Write `report.md` and `curves.png`; returns the path of the former. `command` makes the same bytes of the same
+    runs: there is no date, no path and no random order.
     """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),

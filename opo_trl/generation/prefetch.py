@@ -60,13 +60,17 @@ class Prefetch:
         return answer
 
     def wait(self) -> None:
-        """Wait until no completion is being written, so that new weights do not change the policy inside one."""
+        """
+        Wait until no completion is being written, so that new weights do not change the policy inside one. Raises what
+        the request has raised: TRL's client has tried for a minute, and need not try again with weights.
+        """
         if self._answer is not None:
-            wait([self._answer])
+            self._answer.result()
 
     def drop(self) -> None:
         """Forget what was asked for in advance."""
-        self.wait()
+        if self._answer is not None:
+            wait([self._answer])
         self._answer = None
 
     def _ask(self, request: dict[str, Any]) -> None:
@@ -82,7 +86,7 @@ class Prefetch:
         self._request = request
         self._answer = answer
         self._next_asked_at = self._step()
-        threading.Thread(target=ask, daemon=True).start()  # not waited for when the run ends
+        threading.Thread(target=ask, name="prefetch", daemon=True).start()  # not waited for when the run ends
 
 
 def check_prompts_are_known(dataset: Any, options: Mapping[str, Any]) -> None:
