@@ -55,8 +55,8 @@ SIZES = {
     "width": 256,
     "prompts": 8,
     "completions": 8,  # of a prompt
-    "tokens": 96,  # of a completion
-    "rollouts": 6,
+    "tokens": 64,  # of a completion
+    "rollouts": 4,
     "rows": 8,  # of a micro-batch
 }
 QUICK = {"rollouts": 2}
