@@ -55,8 +55,8 @@ SIZES = {
     "width": 256,
     "prompts": 8,
     "completions": 8,  # of a prompt
-    "tokens": 96,  # of a completion
-    "rollouts": 6,
+    "tokens": 64,  # of a completion
+    "rollouts": 4,
     "rows": 8,  # of a micro-batch
 }
 QUICK = {"rollouts": 2}
@@ -87,12 +87,14 @@ Phases of a step, as OPOTrainer logs them (`opo/time/…`). `generate` is what t
 
 {phases}
 
-- Without prefetching, a step takes generation, sending and training one after the other: {sum:.2f} s. If generation
-  and training overlapped fully and slowed each other by nothing, it would take {bound:.2f} s; it took {took:.2f}.
-- Server and trainer share two cores of one machine here, on which other programs ran too (load {load}). On separate
-  GPUs neither slows the other.
-- With prefetching, the server's log-probabilities are those of the behaviour policy, so the pass without a gradient
-  that computes them (`anchor`) is left out.
+- Seconds of one trainer differ by up to a factor of {spread:.1f} between its runs: other programs ran on the cores
+  (load {load}). A ratio within that factor says nothing. Server and trainer share the cores, too, so that each slows
+  the other, which separate GPUs do not.
+- The trainer waits {waits_alone:.2f} s a step for completions without prefetching, and {waits:.2f} with it. Nobody can
+  have asked for the first of the {rollouts} rollouts in advance.
+- Computed, not measured: {trainer:.2f} processor seconds of the trainer and {server:.2f} of the server follow one
+  another without prefetching. On devices of their own, overlapped fully, a step would take {bound:.2f} of {sum:.2f},
+  {bound_ratio:.2f} times as long.
 """
 
 TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
@@ -228,25 +230,34 @@ def middle(values: list[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}–{high:.{digits}f})"
 
 
+def median_of(runs: list[dict[str, float]], part: str) -> float:
+    """Median over runs of a part of their seconds."""
+    return statistics.median(seconds[part] for seconds in runs)
+
+
 def page(results: dict[str, Any]) -> str:
     """The page of results."""
     runs = results["runs"]
     sizes = results["sizes"]
+    versions = {**results["versions"], "vllm": results["vllm"]}
     reference = [seconds["step"] for seconds in runs["GRPOTrainer"]]
-    first, *others = PARTS.values()
-    header = [first, "ratio", *others]
-    rows, parts = [], []
+    rows = []
     for name, of_trainer in runs.items():
         ratios = [own["step"] / other for own, other in zip(of_trainer, reference, strict=True)]
-        columns = [middle([seconds[part] for seconds in of_trainer]) for part in PARTS]
-        rows.append([name, columns[0], middle(ratios), *columns[1:]])
-        if name != "GRPOTrainer":
-            parts.append([name, *(middle([seconds[f"phase {phase}"] for seconds in of_trainer]) for phase in PHASES)])
-    without = {part: statistics.median(seconds[part] for seconds in runs["OPOTrainer"]) for part in PARTS}
-    training = without["step"] - without["generating"] - without["sending"]
-    took = statistics.median(seconds["step"] for seconds in runs["OPOTrainer, prefetching"])
-    loads = [seconds["load"] for of_trainer in runs.values() for seconds in of_trainer]
-    versions = {**results["versions"], "vllm": results["vllm"]}
+        first, *others = (middle([seconds[part] for seconds in of_trainer]) for part in PARTS)
+        rows.append([name, first, middle(ratios), *others])
+    phases = []
+    for name in ("OPOTrainer", "OPOTrainer, prefetching"):
+        columns = [middle([seconds[f"phase {phase}"] for seconds in runs[name]]) for phase in PHASES]
+        phases.append([name, *columns])
+    spreads, loads = [], []
+    for of_trainer in runs.values():
+        steps = [seconds["step"] for seconds in of_trainer]
+        spreads.append(max(steps) / min(steps))
+        loads += [seconds["load"] for seconds in of_trainer]
+    trainer = median_of(runs["OPOTrainer"], "of the trainer's processor")
+    server = median_of(runs["OPOTrainer"], "of the server's processors")
+    first, *others = PARTS.values()
     return TEXT.format(
         command=results["command"],
         device=results["device"],
@@ -257,11 +268,16 @@ def page(results: dict[str, Any]) -> str:
         repeats=len(reference),
         steps_per_rollout=STEPS_PER_ROLLOUT,
         **sizes,
-        steps=table(["trainer", *header], rows),
-        phases=table(["trainer", *PHASES], parts),
-        sum=without["step"],
-        bound=without["sending"] + max(without["generating"], training),
-        took=took,
+        steps=table(["trainer", first, "ratio", *others], rows),
+        phases=table(["trainer", *PHASES], phases),
+        spread=max(spreads),
+        waits_alone=median_of(runs["OPOTrainer"], "phase generate"),
+        waits=median_of(runs["OPOTrainer, prefetching"], "phase generate"),
+        trainer=trainer,
+        server=server,
+        sum=trainer + server,
+        bound=max(trainer, server),
+        bound_ratio=max(trainer, server) / (trainer + server),
         load=f"{min(loads):.0f} to {max(loads):.0f}",
     )
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks import claims, offline, real_model, saturation, update_phase
+from benchmarks import claims, offline, prefetch, real_model, saturation, update_phase
 from benchmarks.objectives import design, report
 from benchmarks.objectives.__main__ import FRESH, RECORD, read
 from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
@@ -18,6 +18,11 @@ RESULTS = claims.HERE / "results"
 def offline_page():
     runs = offline.read(offline.Run, offline.RECORD)
     return offline.page(runs)
+
+
+def prefetch_page():
+    results = json.loads(prefetch.RESULTS.read_text())
+    return prefetch.page(results)
 
 
 def real_model_page():
@@ -33,6 +38,7 @@ def update_phase_page():
 PAGES = {
     "claims.md": claims.page,
     "offline.md": offline_page,
+    "prefetch.md": prefetch_page,
     "real_model.md": real_model_page,
     "update_phase.md": update_phase_page,
 }

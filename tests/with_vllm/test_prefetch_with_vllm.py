@@ -2,7 +2,6 @@
 
 import re
 import signal
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,7 +62,7 @@ def test_without_prefetching_each_rollout_is_the_policys(train):
     assert min(result["to_policy_before"][1:]) > OTHER
 
 
-def test_without_synchronization_the_server_keeps_the_first_policy(train):
+def test_without_synchronization_the_server_does_not_follow_the_policy(train):
     result = train(without="sync")
     assert min(result["to_policy_before"][2:]) > OTHER
 
@@ -88,11 +87,12 @@ def test_a_server_that_is_killed_meanwhile_ends_the_run_which_resumes(start, env
     kill = {"killed_after": 3, "mode": "server"}
     with vllm_server(tiny_model, environment, tmp_path / "first.log", *ARGUMENTS) as first:
         ended = start("run_prefetch.py", "train", tmp_path, server_group=first["pid"], **kill, **first)
-        seconds = time.time() - (tmp_path / "checkpoint-3").stat().st_mtime
     assert ended.returncode == 1
     assert "in flight: ['prefetch']" in ended.stdout
     assert f"The vLLM server at http://127.0.0.1:{first['port']} no longer answers" in ended.stderr
-    assert seconds < 100  # TRL's client tries for a minute
+    # TRL's client has tried for a minute, once: with the request for completions, and not again with weights.
+    assert "Max retries exceeded with url: /v1/completions" in ended.stderr
+    assert "start_weight_update" not in ended.stderr
     log = tmp_path / "second.log"
     with vllm_server(tiny_model, environment, log, *ARGUMENTS, port=first["port"]) as second:
         checkpoint = str(tmp_path / "checkpoint-4")
