@@ -113,17 +113,19 @@ def complete_groups(
     number of tokens that the policy knows.
     """
     advantages, lengths, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, accelerator)
-    valid = (lengths > 0) & ~rewards.isnan().all(dim=1) & advantages.isfinite()
-    # An override may subtract the mean of equal rewards, too. A constant that it adds is a signal.
+    is_unscored = rewards.isnan().all(dim=1)
+    valid = (lengths > 0) & ~is_unscored & advantages.isfinite()
     weights = reward_weights.cpu().double()
     equal, rounding = equal_rewards(rewards, weights, valid, num_generations)
-    advantages = advantages.masked_fill(equal & (advantages.abs() <= rounding), 0.0)
+    # An override may subtract the mean of equal rewards, too. A constant that it adds is a signal.
+    is_rounding = equal & (advantages.abs() <= rounding)
     sums = (rewards * weights).nansum(dim=1)
-    # Sums that differ by rounding only become the highest of their group.
-    highest = sums.where(valid, -torch.inf).view(-1, num_generations).amax(dim=1)
+    valid_sums = sums.where(valid, -torch.inf)
+    highest_of_groups = valid_sums.view(-1, num_generations).amax(dim=1)
+    highest = highest_of_groups.repeat_interleave(num_generations)
     groups = Groups(
-        advantages=advantages,
-        rewards=torch.where(equal, highest.repeat_interleave(num_generations), sums),
+        advantages=advantages.masked_fill(is_rounding, 0.0),
+        rewards=torch.where(equal, highest, sums),  # without the rounding by which equal sums differ
         valid=valid,
         num_generations=num_generations,
         logps=logp_sum,

@@ -213,7 +213,7 @@ class OPOTrainer(RolloutTrainer):
         - after too many skipped steps: `resume/skipped_steps.py`, `SkippedSteps.end_of_step`;
         - by a reward that raises: `rewards/checked.py`, `checked_reward`; or rewards that fail to score half of a
           round: `generation/failures.py`, `RewardFailures.add`;
-        - by a tool or an environment that exits: `RolloutTrainer._generate_once`;
+        - by a tool or an environment that exits: `RolloutTrainer._generated_by_trl`;
         - with a vLLM server that no longer answers: `generation/vllm_server.py`, `watched`;
         - by a check of the first rollout and step, with untested releases: `generation/first_step.py`,
           `FirstStep._report`.

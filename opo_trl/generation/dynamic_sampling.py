@@ -75,10 +75,11 @@ class DynamicSampling:
 
     def _zero_variance(self, rollout: Batch, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
-        _, length, _, _, rewards = gather_samples(rollout, None, self.accelerator)
-        valid = (length > 0) & ~rewards.isnan().all(dim=1)
+        _, lengths, _, _, rewards = gather_samples(rollout, None, self.accelerator)
+        is_unscored = rewards.isnan().all(dim=1)
+        valid = (lengths > 0) & ~is_unscored
         equal, _ = equal_rewards(rewards, reward_weights.cpu().double(), valid, self.num_generations)
-        of_groups = equal[:: self.num_generations]
+        of_groups = equal[:: self.num_generations]  # all completions of a group have the same value
         return of_groups.nonzero().flatten().tolist()
 
     def _replace(self, rollout: Batch, further: Batch, places: list[int], groups: list[int]) -> Batch:

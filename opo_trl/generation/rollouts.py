@@ -338,8 +338,8 @@ class RolloutTrainer(GRPOTrainer):
         rounds = self.args.max_sampling_rounds
         if self._mode == "eval" or rounds == 1:
             return self._generate_once(inputs)
-        sampling = DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
-        rollout, metrics = sampling.fill(self._generate_round, len(inputs), self.reward_weights)
+        dynamic_sampling = DynamicSampling(self._prompt_stream, self.accelerator, self.num_generations, rounds)
+        rollout, metrics = dynamic_sampling.fill(self._generate_round, len(inputs), self.reward_weights)
         for name, value in metrics.items():
             self._metrics["train"][f"dynamic_sampling/{name}"].append(value)
         return rollout
@@ -359,22 +359,9 @@ class RolloutTrainer(GRPOTrainer):
         """
         One round of generation. `rewards_per_func`, `[B, number of reward functions]`, travels with the completions.
         """
-        source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)
-            recall = partial(self._recorded.recall, tokenize_prompts=self._tokenize_prompts)
-            source = temporarily(self, rollout_func=recall)
-        # Recorded completions bring prompts' tokens of their own.
-        prompts_of_rows = None if self._replays_recorded else prompt_ids.of_rows(inputs)
-        training = self.model.training
-        scored = RewardRecorder(self._calculate_rewards)
-        replaced = temporarily(self, _calculate_rewards=scored, _prompts_of_rows=prompts_of_rows)
-        with replaced, source, chdir("."):  # a reward may change the folder
-            try:
-                entries = super()._generate_and_score_completions(inputs)
-            except SystemExit as error:  # it would end the run as if it had finished
-                raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
-        self.model.train(training)  # a reward may score with the policy itself
+        entries, scored = self._generated_by_trl(inputs)
         rewards = scored.rewards
         self._first_step_checks.check_rollout(inputs, entries, rewards, scored.completion_ids, self._tokenize_prompts)
         rollout = carried(entries)
@@ -389,15 +376,7 @@ class RolloutTrainer(GRPOTrainer):
         )
         is_rounding = rollout["advantages"].abs() <= rounding[local]
         rollout["advantages"] = rollout["advantages"].masked_fill(is_rounding, 0.0)
-        # An override that sets `old_per_token_logps` says what the behaviour policy is.
-        logps = rollout.pop("old_per_token_logps", None)
-        if logps is not None and self._needs_logps_of_rollout:
-            rollout["opo_logps"] = logps
-        self._leaves_out_logps = False
-        if self._replays_recorded:
-            rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
-        elif self.args.prefetch_rollouts and self._mode == "train":
-            rollout["old_per_token_logps"] = rollout.pop("sampling_per_token_logps")
+        self._name_logps(rollout)
         rollout["rewards_per_func"] = rewards[local]
         if self._mode == "train":
             self.completions_generated += len(rewards)
@@ -409,6 +388,37 @@ class RolloutTrainer(GRPOTrainer):
         else:
             self._evaluated.append(rewards)
         return rollout
+
+    def _generated_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Any, RewardRecorder]:
+        """What TRL makes of rows of the dataset: generated and scored, or recalled from a record."""
+        source: AbstractContextManager[None] = nullcontext()
+        if self._replays_recorded:
+            recall = partial(self._recorded.recall, tokenize_prompts=self._tokenize_prompts)
+            source = temporarily(self, rollout_func=recall)
+        # Recorded completions bring prompts' tokens of their own.
+        prompts_of_rows = None if self._replays_recorded else prompt_ids.of_rows(inputs)
+        training = self.model.training
+        scored = RewardRecorder(self._calculate_rewards)
+        replaced = temporarily(self, _calculate_rewards=scored, _prompts_of_rows=prompts_of_rows)
+        with replaced, source, chdir("."):  # a reward may change the folder
+            try:
+                entries = super()._generate_and_score_completions(inputs)
+            except SystemExit as error:  # it would end the run as if it had finished
+                raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
+        self.model.train(training)  # a reward may score with the policy itself
+        self._leaves_out_logps = False
+        return entries, scored
+
+    def _name_logps(self, rollout: Batch) -> None:
+        """Give TRL's log-probabilities the names that they have here, and add recorded ones."""
+        # An override that sets `old_per_token_logps` later says what the behaviour policy is.
+        logps = rollout.pop("old_per_token_logps", None)
+        if logps is not None and self._needs_logps_of_rollout:
+            rollout["opo_logps"] = logps
+        if self._replays_recorded:
+            rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
+        elif self.args.prefetch_rollouts and self._mode == "train":
+            rollout["old_per_token_logps"] = rollout.pop("sampling_per_token_logps")
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, **named):
         """Rewards over all processes, `[N, number of functions]`: recorded ones, or by the reward functions."""
