@@ -135,7 +135,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "transformers.Trainer": """
             train(resume_from_checkpoint) _save_checkpoint(model?, trial?) _get_output_dir(trial?) _load_best_model()
             _save_rng_state(output_dir) _load_rng_state(checkpoint) _total_loss_scalar _tr_loss
-            save_model() create_model_card() push_to_hub()
+            save_model() create_model_card() push_to_hub() is_world_process_zero
         """,
         "transformers.trainer": "TRAINER_STATE_NAME",
         "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
@@ -173,9 +173,9 @@ NEEDS: dict[str, dict[str, str]] = {
             reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos save_strategy
             save_total_limit scale_rewards seed should_save shuffle_dataset steps_per_generation sync_ref_model
             temperature to_dict top_entropy_quantile trust_remote_code use_adaptive_entropy use_bias_correction_kl
-            use_liger_kernel use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode
-            vllm_gpu_memory_utilization vllm_importance_sampling_correction vllm_importance_sampling_mode
-            vllm_max_model_length vllm_mode warmup_steps world_size top_p top_k min_p
+            use_cpu use_liger_kernel use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+            vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_importance_sampling_correction
+            vllm_importance_sampling_mode vllm_max_model_length vllm_mode warmup_steps world_size top_p top_k min_p
         """,
     },
 }

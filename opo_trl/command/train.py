@@ -30,7 +30,9 @@ from ..checks import files
 from ..checks.secrets import mask, mask_words
 from ..checks.text import report_error
 from ..checks.weights import check_weights
+from ..data import gym
 from ..data.arithmetic import EMBEDDED_MODELS
+from ..data.problems import EMBEDDED
 from ..fields import require
 from ..models.adapter import tokenizer_source
 from ..models.shape import shape
@@ -170,8 +172,9 @@ def run(ready: Run) -> None:
     lines = accuracy_lines(accuracies(summary))
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
-        is_local = Path(script.dataset_name or ".").exists()
-        trainer.create_model_card(folder.name, None if is_local else script.dataset_name)
+        dataset = script.dataset_name or "."
+        is_on_hub = not (Path(dataset).exists() or dataset in EMBEDDED or dataset.startswith(gym.PREFIX))
+        trainer.create_model_card(folder.name, dataset if is_on_hub else None)
         with (folder / "README.md").open("a", encoding="utf-8") as card:
             card.write(
                 f"\n## Data and accuracy\n\nTrained on {data.plan}. Accuracy before → after training, with its 95 % "
