@@ -69,6 +69,7 @@ def check_replaced() -> None:
         # One of ours may stand there: that is how TRL's own scripts train with OPO.
         allowed_packages = (path.partition(".")[0], __package__)
         package = owner.__module__.partition(".")[0]
+        # What is no class, such as a function that makes a trainer, replaces no methods.
         if inspect.isclass(owner) and package not in allowed_packages:
             raise ImportError(
                 f"{path} has been replaced by {owner.__module__}.{owner.__qualname__}, as Unsloth does when it is "

@@ -304,7 +304,9 @@ class OPOTrainer(RolloutTrainer):
     def _recognize_policy(self, rollout: Batch) -> Tensor:
         """
         Completions, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the
-        policy's: as a log-ratio, the rounding would pull at a policy that has not moved.
+        policy's own: otherwise the rounding would be a log-ratio other than 0, whose gradient pulls the policy back
+        although it has not moved. If all of them are the policy's, there is no other behaviour policy, and no
+        log-probabilities of one. Those of a record that are of another are described in a warning, once.
         """
         batch_size = self.args.per_device_train_batch_size
         with padding.evaluating(self.model):

@@ -197,8 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # TRL still calls renamed fields of Transformers by their old names; users cannot fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     if argv is None:
-        argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
-    debug, status = "--debug" in argv, 0
+        argv = sys.argv[1:]
+        sys.argv[1:] = mask_words(argv)  # trackers record `sys.argv`, which is to hold no password or token
+    debug = "--debug" in argv
+    status = 0
     try:
         ready = prepare(argv)
     except (ValueError, ImportError, OSError, RewardError) as error:

@@ -406,6 +406,7 @@ class RolloutTrainer(GRPOTrainer):
             except SystemExit as error:  # it would end the run as if it had finished
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
+        # `_generate` sets it so that TRL gets zeros instead of log-probabilities of the rollout; others want values.
         self._leaves_out_logps = False
         return entries, scored
 

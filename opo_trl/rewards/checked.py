@@ -48,7 +48,10 @@ def check_tokenizer(rewards: Sequence[Any], tokenizer: Any) -> None:
 
 
 def checked_reward(reward: Any, name: str) -> Any:
-    """A reward function whose failures raise a [`RewardError`] that names it; models and isolated rewards are kept."""
+    """
+    A reward function whose failures raise a [`RewardError`] that names it. Reward models stay as they are, since TRL
+    calls them in its own way, and so does a [`CountingReward`], which never fails.
+    """
     if isinstance(reward, Module | CountingReward):
         return reward
 
@@ -71,7 +74,9 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = None if isinstance(error, StopIteration) else error  # `contextlib` would raise that one again
+        # `contextlib` takes a `RuntimeError` caused by a `StopIteration`, which it has thrown into this generator, for
+        # a sign of the latter, and raises that again.
+        cause = None if isinstance(error, StopIteration) else error
         raise RewardError(
             f"The reward function {name} has raised {error_text(error)}. "
             "Return a list with one number, or None, for each completion."
