@@ -192,7 +192,7 @@ def test_rollouts_that_cannot_be_replayed_are_rejected():
 
 
 def test_a_run_ends_with_the_rollout_that_spends_its_completions(tiny_model, tmp_path):
-    options = {"max_steps": 100, "max_completions": 40, "save_strategy": "steps", "save_steps": 50, **PASSES}
+    options = {"max_steps": 100, "max_completions": 48, "save_strategy": "steps", "save_steps": 50, **PASSES}
     trainer = trained(tiny_model, tmp_path, **options)  # rollouts of 16
     assert trainer.state.global_step == 18
     assert trainer.completions_generated == 48
