@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
-from . import trl  # noqa: F401  checks versions
+from . import compatibility  # noqa: F401  checks versions
 from .checks.secrets import Masked
 from .fields import (
     COUNT,

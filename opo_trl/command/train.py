@@ -20,7 +20,7 @@ from typing import Any
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from ..trl import temporarily  # isort: skip
+from .. import compatibility  # isort: skip  # noqa: F401
 
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -36,6 +36,7 @@ from ..data.problems import EMBEDDED
 from ..fields import require
 from ..models.adapter import tokenizer_source
 from ..models.shape import shape
+from ..patching import temporarily
 from ..report import run_files as run_folder
 from ..report.run_report import accuracies, accuracy_lines, write_report
 from ..resume.checkpoint import check_resumable
@@ -196,8 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # TRL still calls renamed fields of Transformers by their old names; users cannot fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     if argv is None:
-        argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
-    debug, status = "--debug" in argv, 0
+        argv = sys.argv[1:]
+        sys.argv[1:] = mask_words(argv)  # trackers record `sys.argv`, which is to hold no password or token
+    debug = "--debug" in argv
+    status = 0
     try:
         ready = prepare(argv)
     except (ValueError, ImportError, OSError, RewardError) as error:

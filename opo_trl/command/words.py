@@ -143,8 +143,8 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     has_path = bool(argv) and not argv[0].startswith("-")
     options, words = parser.parse_known_args(["--config", *argv] if has_path else argv)
     if isinstance(options.debug, str):
-        # The field gets its value back. What stays in `options.debug` is not read: `cli.main` looks for `--debug` in
-        # the words themselves.
+        # The field gets its value back. Nobody reads `options.debug`: whether an error shows its traceback is decided
+        # by whether `--debug` is among the words, with a value or without.
         words += ["--debug", options.debug]
     return options, words
 
