@@ -185,7 +185,8 @@ def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
 
 
 def test_figures_of_a_healthy_run_are_said_in_plain_words():
-    verdicts = {verdict.metric: verdict for verdict in judge(scripted(), SETTINGS)}
+    log = scripted(opo__conservation_residual=off_policy(0))
+    verdicts = {verdict.metric: verdict for verdict in judge(log, SETTINGS)}
     kept = verdicts["opo/conservation_residual"]
     said = "Completions had 100% of the probability that they were sampled with, in off-policy steps."
     assert (kept.sentence, kept.range) == (said, "at least 0.5 of it in the median")
