@@ -165,6 +165,13 @@ def _train(argv: list[str]) -> int:
         del words_of_fields[place]
     training = ["-m", "opo_trl.command.train", *words_of_fields]
     options = launch.launch_command_parser().parse_args([*words, *training])
+    if "--plan" in argv:
+        from .planning import plan_if_elsewhere
+
+        plan = plan_if_elsewhere(words_of_fields, recipe.values, options.num_processes)
+        if plan is not None:
+            print(plan)
+            return 0
     pass_on_signals()
     try:
         with temporarily(launch, simple_launcher=partial(_start, launch.simple_launcher, launch.multi_gpu_launcher)):
