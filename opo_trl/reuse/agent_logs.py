@@ -190,7 +190,7 @@ def _of_responses(rows: Rows, source: str) -> Rows:
         try:
             if row.get("mask_sample"):
                 raise UnreadableError("`mask_sample` says that it is not to be trained on")
-            rollout = _rollout_of_items(request, output)
+            rollout = rollout_of_items(request, output)
         except UnreadableError as error:
             left_out[str(error)].append(place_of(row))
             continue
@@ -219,7 +219,7 @@ def _of_responses(rows: Rows, source: str) -> Rows:
     return rows_of_rollouts
 
 
-def _rollout_of_items(request: Row, output: Rows) -> Row:
+def rollout_of_items(request: Row, output: Rows) -> Row:
     """The columns of a request and what a model has answered, both in items."""
     if not isinstance(output, list):
         raise UnreadableError(f"its output is {output!r:.60}, and no list of items")

@@ -19,10 +19,11 @@ from datasets import Dataset, DatasetDict
 from ..data.files import column
 from ..data.prompt_ids import PROMPT_IDS
 from ..rewards.actions import SAME, ActionReader, logged_action
-from . import responses, turns
-from .agent_logs import PLACE, Row, Rows, place_of
+from . import turns
+from .agent_logs import PLACE, Row, Rows, place_of, rollout_of_items
 from .conversations import UnfaithfulError, as_rendered, is_trained
 from .reading import KNOWN, load_conversations, load_files
+from .response_items import UnreadableError
 
 
 logger = logging.getLogger(__name__)
@@ -330,11 +331,16 @@ def _is_of_log(name: str) -> bool:
 
 def _of_nemo_gym(row: Row, place: tuple[str, int]) -> Trajectory:
     """A state of NeMo Gym, whose logged action is in a column of its own. Its reward is of some other answer."""
-    request = row["responses_create_params"]
     name = str(row.get("uuid") or place_of({PLACE: place}))
-    before = responses.messages(request["input"], instructions=request.get("instructions"))
     expected = row["expected_action"]
     items = expected["calls"] if expected["type"] == "function_call_batch" else [expected]
-    action = responses.messages([{"role": "assistant", **item} for item in items])
-    tools = [responses.tool(tool) for tool in request.get("tools") or ()]
-    return Trajectory(name, [*before, *action], tools, first=len(before), reward=_EXPECTED)
+    action = [{"role": "assistant", **item} for item in items]
+    try:
+        rollout = rollout_of_items(row["responses_create_params"], action)
+    except UnreadableError as error:
+        raise ValueError(f"{name}: {error}.") from error
+    for message in rollout["prompt"]:
+        if message["role"] == "developer":  # OpenAI's newer name, which few chat templates know
+            message["role"] = "system"
+    messages = [*rollout["prompt"], *rollout["completion"]]
+    return Trajectory(name, messages, rollout["tools"], first=len(rollout["prompt"]), reward=_EXPECTED)

@@ -72,7 +72,7 @@ def _add_to_turn(messages: list[Message], kind: str, item: Item) -> None:
         turn["content"] = text_of_parts(item["content"])
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"type": "function", "id": item["call_id"], "function": function}
+        call = {"type": "function", "id": item.get("call_id"), "function": function}
         turn.setdefault("tool_calls", []).append(call)
 
 
