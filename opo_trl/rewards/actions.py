@@ -20,9 +20,15 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema, parse_response
 
+from .limits import OutOfTime, processor_time
+
 
 # Relative difference up to which numbers are the same, if one of them is not whole: enough for rounding in a text.
 TOLERANCE = 1e-6
+
+# Of processor time to read a completion. The patterns of some families take the cube of a number of spaces: 7 seconds
+# for 2,000 in an argument of Qwen3.5's that does not end.
+SECONDS = 2.0
 
 SAME = "same"
 MALFORMED = "malformed"
@@ -148,8 +154,9 @@ class ActionReader:
             )
         self._begins = _pattern(form, "open")
         self._ends = _pattern(form, "close")
-        # Arguments whose type the tool does not declare are then read as text.
-        self._has_types = (form or {}).get("content") != "xml-inline"
+        # Families that write no types: arguments are text, and the tool or the log says of which type they are.
+        options_of_form = (form or {}).get("content_args") or {}
+        self._has_types = options_of_form.get("value_parser", {}).get("name") != "text"
         self._marks = [mark for mark in self.tokenizer.get_added_vocab() if mark.strip()]
 
     def read(
@@ -158,11 +165,14 @@ class ActionReader:
         """What a completion of these tokens does; malformed if it cannot be read, whatever it is."""
         malformed = Action([], "", is_malformed=True)
         prefix = list(prompt_ids or ())  # Without any, a new-style parser would refuse all.
+        # With tools, Transformers reads a text as the declared type, also where the model wrote another type.
+        typing_tools = None if self._has_types else list(tools or ()) or None
         try:
-            turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=list(tools or ()) or None)
+            with processor_time(SECONDS):
+                turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=typing_tools)
             functions = [call["function"] for call in turn.get("tool_calls") or ()]
             calls = [Call(function["name"], function["arguments"]) for function in functions]
-        except Exception:  # Parsers fail in many ways on what a model may write, and a run has to go on.
+        except (Exception, OutOfTime):  # Parsers fail in many ways on what a model may write, and a run has to go on.
             return malformed
         text_of_turn = self._without_thoughts(ids, turn)
         said = turn["content"]
