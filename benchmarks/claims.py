@@ -1,5 +1,5 @@
 """
-The paper's claims, checked on the runs in `benchmarks/evidence/`.
+The paper's claims, checked on the runs in `benchmarks/paper/`.
 
     python -m benchmarks.claims     # → results/claims.md
 
@@ -9,12 +9,14 @@ Commit b7fa095 has the code that made the runs, `benchmarks.evidence`.
 import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
 from .compare.measures import LAST_STEPS, accuracies, efficiency, final, mean, reward, series
 from .compare.runs import Run, find_runs, read_run
 from .intervals import Difference, Estimate, estimate, paired_difference
+from .paper.recorded_runs import unpack
 
 
 HERE = Path(__file__).resolve().parent
@@ -70,11 +72,11 @@ def norm_kept(run: Run) -> float:
 def page() -> str:
     """The page, from the collected runs and the learning-rate sweep."""
     sweep = json.loads((HERE / "results" / "sweep.json").read_text())
-    experiments = {name: load(HERE / "evidence" / name) for name in PAPER}
+    experiments = recorded_experiments()
     lines = [
         "# The paper's claims, at small scale",
         "",
-        "`python -m benchmarks.claims` makes this page from the runs in `benchmarks/evidence/`. The paper",
+        "`python -m benchmarks.claims` makes this page from the runs in `benchmarks/paper/`. The paper",
         "trains Qwen3-1.7B on MATH; here a model of 0.6 million parameters learns chained arithmetic. So compare",
         "the methods with each other, not the figures with the paper's. Mean over 5 seeds ± half-width of the 95 %",
         "t interval.",
@@ -87,6 +89,12 @@ def page() -> str:
         lines += [line for claim in CLAIMS[name] for line in claim(runs)]
     lines += ["", "## Learning rates", "", *_sweep_lines({name: sweep[name] for name in PAPER})]
     return "\n".join(lines) + "\n"
+
+
+def recorded_experiments() -> dict[str, Runs]:
+    """The runs of the paper's two experiments."""
+    with TemporaryDirectory() as folder:
+        return {name: load(unpack(name, Path(folder))) for name in PAPER}
 
 
 def load(folder: Path) -> Runs:

@@ -13,7 +13,7 @@ from . import offline, sampling
 
 def apply() -> None:
     """In this process, when training with shared prompts and in tasks of `offline`; for models with full attention."""
-    shared_prompts._shared = _shared
+    shared_prompts.shared_pass = shared_pass
     offline.sample = sample
 
 
@@ -23,7 +23,7 @@ def _common(prompts: list[list[int]]) -> int:
     return next((place for place in range(most) if len({prompt[place] for prompt in prompts}) > 1), most)
 
 
-def _shared(
+def shared_pass(
     model: Any,
     source: Tensor,
     segment: Tensor,
@@ -34,7 +34,7 @@ def _shared(
     position_ids: Tensor,
     **options: Any,
 ) -> Any:
-    """As `shared_prompts._shared`, with all prompts and completions in one row after the common beginning."""
+    """As `shared_prompts.shared_pass`, with all prompts and completions in one row after the common beginning."""
     is_prompt = (source >= 0) & (segment == 0)
     prompts = [input_ids.flatten()[own[of_prompt]].tolist() for own, of_prompt in zip(source, is_prompt, strict=True)]
     beginning = is_prompt & (torch.arange(source.size(1)) < (_common(prompts) if len(prompts) > 1 else 0))
@@ -53,9 +53,7 @@ def _shared(
         **options,
     )
     for name in {"log_probs", "entropy"} & outputs.keys():
-        values = torch.where(wanted != -100, pad(outputs[name], (1, 0)), 0.0).flatten()
-        rows = values.new_zeros(input_ids.numel()).scatter_add(0, source, values)
-        outputs[name] = rows.view(input_ids.shape)[:, 1:]
+        outputs[name] = shared_prompts.in_rows(outputs[name], source, wanted != -100, input_ids.shape)
     return outputs
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from .trl import KNOWN_KEYS, MULTIMODAL_KEYS
+from . import compatibility  # noqa: F401  checks versions
+from .contract import KNOWN_KEYS, MULTIMODAL_KEYS
 
 
 # Entries with a column per token of the prompt, padded on the left. All others are padded on the right.

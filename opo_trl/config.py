@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
 from transformers import GenerationConfig
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig
 
-from . import trl  # noqa: F401  checks versions
+from . import compatibility  # noqa: F401  checks versions
 from .checks.secrets import Masked
 from .fields import (
     COUNT,
@@ -265,8 +266,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             Whether to record all completions of training in the folder `rollouts` of `output_dir`. Off by default:
             it costs disk space and, if training needs none, a forward pass over each rollout. See docs/reuse.md.
         max_completions (`int`, *optional*):
-            Number of completions to generate for training: the run ends with the first rollout that reaches it. By
-            default `max_steps` or `num_train_epochs` ends it. See docs/reuse.md.
+            Number of completions to generate for training: the run ends with the first rollout that reaches it, and
+            so does the schedule. By default `max_steps` or `num_train_epochs` ends it. See docs/reuse.md.
 
         > Parameters that control optimizer steps
 
@@ -308,6 +309,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             self.scale_rewards = "none"
         check_fields(self)
         self._choose_metric_for_best_model()
+        if self.bf16 is None and not (self.use_cpu or is_torch_bf16_gpu_available()):
+            self.bf16 = False  # TRL's default, true, would be an error on this machine
         super().__post_init__()
         if self._schedule_follows_metric:
             mode = {"mode": "max" if self.greater_is_better else "min"}

@@ -71,6 +71,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "transformers.Trainer": """
             get_batch_samples(epoch_iterator, num_batches, device?)
             _run_epoch(epoch, epochs_trained, steps_trained_in_current_epoch)
+            set_initial_training_values(args, dataloader)
         """,
         "transformers.trainer_utils": "has_length",
     },
@@ -134,7 +135,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "transformers.Trainer": """
             train(resume_from_checkpoint) _save_checkpoint(model?, trial?) _get_output_dir(trial?) _load_best_model()
             _save_rng_state(output_dir) _load_rng_state(checkpoint) _total_loss_scalar _tr_loss
-            save_model() create_model_card() push_to_hub()
+            save_model() create_model_card() push_to_hub() is_world_process_zero
         """,
         "transformers.trainer": "TRAINER_STATE_NAME",
         "transformers.trainer_utils": "PREFIX_CHECKPOINT_DIR",
@@ -151,16 +152,16 @@ NEEDS: dict[str, dict[str, str]] = {
         "trl": "GRPOConfig ModelConfig ScriptArguments TrlParser get_peft_config get_quantization_config",
         "trl.rewards": "get_soft_overlong_punishment",
         "trl.TrlParser": "error(message)",
-        "transformers.hf_argparser": "string_to_bool",
         "transformers.Trainer": "get_optimizer_cls_and_kwargs(args)",
         "transformers.utils": """
             find_adapter_config_file is_bitsandbytes_available is_liger_kernel_available is_peft_available
+            is_torch_bf16_gpu_available
         """,
         "transformers.integrations": "get_available_reporting_integrations",
-        "accelerate.commands.launch": "simple_launcher(args) multi_gpu_launcher(args) launch_command_parser",
+        "accelerate.commands.launch": "simple_launcher(args) multi_gpu_launcher(args) launch_command_parser logger",
         "transformers.integrations.deepspeed": "_hf_deepspeed_config_weak_ref",
         "trl.GRPOConfig": """
-            __post_init__() _n_gpu beta cast_lm_head_to_fp32 chat_template_kwargs delta device disable_tqdm
+            __post_init__() _n_gpu beta bf16 cast_lm_head_to_fp32 chat_template_kwargs delta device disable_tqdm
             entropy_coef epsilon epsilon_high eval_on_start eval_strategy fp16 generation_batch_size generation_kwargs
             gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better
             importance_sampling_level learning_rate load_best_model_at_end local_process_index log_completions
@@ -172,9 +173,9 @@ NEEDS: dict[str, dict[str, str]] = {
             reward_weights router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos save_strategy
             save_total_limit scale_rewards seed should_save shuffle_dataset steps_per_generation sync_ref_model
             temperature to_dict top_entropy_quantile trust_remote_code use_adaptive_entropy use_bias_correction_kl
-            use_liger_kernel use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos vllm_enable_sleep_mode
-            vllm_gpu_memory_utilization vllm_importance_sampling_correction vllm_importance_sampling_mode
-            vllm_max_model_length vllm_mode warmup_steps world_size top_p top_k min_p
+            use_cpu use_liger_kernel use_vllm vespo_k_neg vespo_k_pos vespo_lambda_neg vespo_lambda_pos
+            vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_importance_sampling_correction
+            vllm_importance_sampling_mode vllm_max_model_length vllm_mode warmup_steps world_size top_p top_k min_p
         """,
     },
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from .trl import temporarily  # isort: skip
+from . import compatibility  # isort: skip  # noqa: F401
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from scipy.stats import binomtest
 from tqdm import tqdm
 from transformers import set_seed
 from trl.trainer.utils import strip_images_from_messages
+
+from .patching import temporarily
 
 
 if TYPE_CHECKING:

@@ -50,10 +50,17 @@ NOT_NEGATIVE = Bound("a finite number, 0 or more", lambda x: 0 <= x < math.inf)
 COUNT = Bound("an integer of at least 1", lambda x: 1 <= x < math.inf and x == int(x))
 COUNT_OR_ZERO = Bound("an integer of at least 0", lambda x: 0 <= x < 2**31 and x == int(x))
 NONE_OR_ONE = Bound("0 or 1", lambda x: x in (0, 1))
-WORKER_MEMORY = Bound("an integer of at least 512, in MiB", lambda x: 512 <= x < math.inf and x == int(x))
 FRACTION = Bound("a number in [0, 1]", lambda x: 0 <= x <= 1)
 SHARE = Bound("a number in (0, 1]", lambda x: 0 < x <= 1)
 PART = Bound("a number in (0, 1)", lambda x: 0 < x < 1)
+
+# MiB of a process that scores completions. With 60, math-verify silently fails to parse right answers; with 384,
+# 10,000 boxes no longer fit.
+LEAST_WORKER_MEMORY = 512
+WORKER_MEMORY = Bound(
+    f"an integer of at least {LEAST_WORKER_MEMORY}, in MiB",
+    lambda x: LEAST_WORKER_MEMORY <= x < math.inf and x == int(x),
+)
 
 # Bounds of fields of TRL and Transformers: of those that would silently train something else if they were out of range
 _INHERITED = {
@@ -188,6 +195,27 @@ def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
     if number_type is bool and isinstance(value, str):  # "false" would be true
         return "true or false"
     return None
+
+
+_NUMBER = re.compile(r"(?:Annotated\[)?(int|float)(?: \| None)?(?:, ([A-Z_]+)\])?")
+
+
+def number_problem(name: str, declared: str, value: Any) -> str | None:
+    """
+    What is wrong with the text of a number; `None` if it is fine, or the field is not `declared` as a number. This
+    needs the field's type as its source has it, and no import of its class.
+    """
+    declaration = _NUMBER.fullmatch(declared)
+    if declaration is None or not isinstance(value, str):
+        return None
+    number_type, usual = (int, "an integer") if declaration[1] == "int" else (float, "a number")
+    bound = _INHERITED.get(name) or globals().get(declaration[2])
+    allowed = bound.text if bound else usual
+    try:
+        number = number_type(value)
+    except ValueError:
+        return not_allowed(name, value, allowed)
+    return None if bound is None or bound.holds(number) else not_allowed(name, number, allowed)
 
 
 def check_fields(arguments: Any) -> None:

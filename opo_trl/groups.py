@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from .batch import Batch, completion_tokens, to_device
-from .objective import token_mean
+from .objective import Groups, token_mean
 
 
 # Units of float32's rounding in a sum of rewards over functions, and in the mean over a group.
@@ -42,6 +42,29 @@ def equal_rewards(rewards: Tensor, weights: Tensor, counts: Tensor, num_generati
     return (~differ).repeat_interleave(num_generations), rounding.repeat_interleave(num_generations)
 
 
+def rounding_of_advantages(rewards: Tensor, weights: Tensor, num_generations: int, *, is_of_sums: bool) -> Tensor:
+    """
+    How large TRL's advantages may be by rounding alone, `[N]`: 0 in groups whose rewards differ. `rewards` are those
+    of the functions, `[N, number of functions]`. TRL divides a reward less the group's mean by a standard deviation
+    plus 1e-4.
+
+    `is_of_sums`: whether TRL normalizes the weighted sums of the rewards (`sum_then_normalize`), or those of each
+    function before it adds them.
+    """
+    scored = ~rewards.isnan()
+    if is_of_sums:
+        equal, rounding = equal_rewards(rewards, weights, scored.any(dim=1), num_generations)
+        return torch.where(equal, rounding / 1e-4, 0.0)
+    equal = torch.ones_like(scored[:, 0])
+    rounding = torch.zeros_like(rewards[:, 0])
+    for index, weight in enumerate(weights):
+        column = rewards[:, index : index + 1]
+        equal_here, rounding_here = equal_rewards(column, weight, scored[:, index], num_generations)
+        equal = equal & equal_here
+        rounding = rounding + rounding_here
+    return torch.where(equal, rounding / 1e-8, 0.0)  # divided once per function, and their sum once more
+
+
 class TargetInputs(NamedTuple):
     """What the target of N completions, those of all processes, is computed from: float64 on the host."""
 
@@ -72,6 +95,45 @@ def gather_samples(rollout: Batch, logps: Tensor | None, accelerator: Accelerato
     numbers_of_all, rewards_of_all = of_all.cpu().double().tensor_split([len(columns)], dim=1)
     advantages_of_all, lengths, logps_of_completions, mean_logps = numbers_of_all.T
     return TargetInputs(advantages_of_all, lengths, logps_of_completions, mean_logps, rewards_of_all)
+
+
+def complete_groups(
+    rollout: Batch,
+    logps: Tensor | None,
+    accelerator: Accelerator,
+    *,
+    num_generations: int,
+    reward_weights: Tensor,
+    vocab_size: int,
+) -> tuple[Groups, Tensor]:
+    """
+    The completions of all processes as an objective sees them, and how many tokens of each count, `[N]`.
+
+    `logps` are as for [`gather_samples`], `reward_weights` those of the reward functions, and `vocab_size` is the
+    number of tokens that the policy knows.
+    """
+    advantages, lengths, logp_sum, logp_mean, rewards = gather_samples(rollout, logps, accelerator)
+    is_unscored = rewards.isnan().all(dim=1)
+    valid = (lengths > 0) & ~is_unscored & advantages.isfinite()
+    weights = reward_weights.cpu().double()
+    equal, rounding = equal_rewards(rewards, weights, valid, num_generations)
+    # An override may subtract the mean of equal rewards, too. A constant that it adds is a signal.
+    is_rounding = equal & (advantages.abs() <= rounding)
+    sums = (rewards * weights).nansum(dim=1)
+    valid_sums = sums.where(valid, -torch.inf)
+    highest_of_groups = valid_sums.view(-1, num_generations).amax(dim=1)
+    highest = highest_of_groups.repeat_interleave(num_generations)
+    groups = Groups(
+        advantages=advantages.masked_fill(is_rounding, 0.0),
+        rewards=torch.where(equal, highest, sums),  # without the rounding by which equal sums differ
+        valid=valid,
+        num_generations=num_generations,
+        logps=logp_sum,
+        mean_logps=logp_mean,
+        vocab_size=vocab_size,
+        has_rewards="rewards_per_func" in rollout,
+    )
+    return groups, lengths
 
 
 def own_samples(rollout: Batch, columns: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:

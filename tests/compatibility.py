@@ -23,7 +23,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from opo_trl.trl import TESTED
+from opo_trl.compatibility import TESTED
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,10 +36,10 @@ BELOW = (
     "transformers==5.24.0 accelerate==1.15.0 datasets==5.2.0 huggingface_hub==2.4.0",
 )
 ENVIRONMENTS = [f"trl=={release} {below}" for release in TRL for below in BELOW]
-SUITES = ("test_trl", "test_parity", "test_trainer", "resume/test_checkpoint")
+SUITES = ("test_compatibility", "test_parity", "test_trainer", "resume/test_checkpoint")
 VERDICT = """
 from opo_trl import contract
-from opo_trl.trl import untested
+from opo_trl.compatibility import untested
 print(contract.examine().word, not untested())
 """
 PACKAGES = ("vllm==0.30.0", "vllm==0.31.0", "vllm==0.32.0", "vllm==0.33.0", "reasoning-gym", "lm-eval", "deepspeed")

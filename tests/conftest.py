@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Torch and what imports it follow where they are used: pytest's first process, which runs no test, needs none of them.
 import hypothesis
+import installed  # noqa: F401
 import pytest
 
 
@@ -29,7 +31,7 @@ FIRST = (
     "test_launched",
     "test_kill_and_resume",
     "test_two_steps",
-    "test_trl",
+    "test_compatibility",
     "test_selftest",
     "test_notebooks",
     "test_killed_command",
@@ -115,6 +117,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Every `train()` runs the garbage collector, which takes half a second for a million objects of all modules."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same for what the tests of a file have imported, and what is kept for those of others."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,6 @@ def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER, libr
 @contextmanager
 def untested_release() -> Iterator[None]:
     """In this process, the installed release counts as one that has not been tested."""
-    places = [f"opo_trl.{module}.untested" for module in ("trainer", "generation.first_step")]
+    places = [f"opo_trl.{module}.untested" for module in ("generation.rollouts", "generation.first_step")]
     with patch(places[0], lambda: {"trl": "1.17.0"}), patch(places[1], lambda: {"trl": "1.17.0"}):
         yield

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from opo_trl.batch import Batch, concatenate, resize, take
-from opo_trl.trl import KNOWN_KEYS
+from opo_trl.contract import KNOWN_KEYS
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

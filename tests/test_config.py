@@ -16,6 +16,7 @@ from typing import get_type_hints
 import numpy
 import pytest
 from transformers import TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig, ScriptArguments, TrlParser
 
 from opo_trl import OPOConfig
@@ -79,6 +80,14 @@ def test_field_of_another_objective_is_rejected_with_those_that_read_it(config, 
     with pytest.raises(ValueError, match=rf"{name}=.* has no effect with objective='opo'.*{' or '.join(readers)}"):
         config(**{name: value})
     assert getattr(config(objective=readers[0], **{name: value}), name) == value
+
+
+@pytest.mark.skipif(is_torch_bf16_gpu_available(), reason="a GPU with bfloat16 takes TRL's default")
+def test_precision_follows_the_hardware(tmp_path):
+    assert OPOConfig(str(tmp_path)).bf16 is False  # TRL's default would be an error
+    with pytest.raises(ValueError, match="bf16"):
+        OPOConfig(str(tmp_path), bf16=True)
+    assert OPOConfig(str(tmp_path), use_cpu=True).bf16  # as in TRL
 
 
 def test_loss_type_names_an_objective(config):

@@ -4,6 +4,8 @@ import ast
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+from trl import GRPOTrainer
+
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "opo_trl"
@@ -13,7 +15,8 @@ ROOMS = (
     "asynchronous",
     "fields",
     "contract",
-    "trl",
+    "compatibility",
+    "patching",
     "objective",
     "objectives",
     "options",
@@ -75,3 +78,25 @@ def test_imports_run_downwards():
     }
     assert not upwards
     TopologicalSorter(edges).prepare()  # raises an error if there is a circle
+
+
+def names_of_instances(path: Path) -> tuple[set[str], set[str]]:
+    """Attributes of `self` that a module reads, and those that it defines: in classes, or by assignment."""
+    read, defined = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+            names = read if isinstance(node.ctx, ast.Load) else defined
+            names.add(node.attr)
+        elif isinstance(node, ast.ClassDef):
+            defined |= {statement.name for statement in node.body if isinstance(statement, ast.FunctionDef)}
+            annotated = [statement for statement in node.body if isinstance(statement, ast.AnnAssign)]
+            defined |= {ast.unparse(statement.target) for statement in annotated}
+    return read, defined
+
+
+def test_rollouts_need_nothing_of_the_trainer_that_derives_from_them():
+    read, defined = names_of_instances(PACKAGE / "generation" / "rollouts.py")
+    _, defined_by_trainer = names_of_instances(PACKAGE / "trainer.py")
+    assert {"_place", "_mode", "args"} <= read & defined
+    of_trainer_alone = defined_by_trainer - defined - set(dir(GRPOTrainer))
+    assert read & of_trainer_alone == set()

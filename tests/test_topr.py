@@ -8,7 +8,7 @@ from by_hand import table
 from helpers import EXACT, RecordingOPO, Script, logged, norm, relative_error, trained
 
 from opo_trl.config import ObjectiveConfig
-from opo_trl.objective import Groups, escort_weights
+from opo_trl.objective import Groups, Samples, escort_weights
 from opo_trl.objectives import TOPR
 
 
@@ -105,6 +105,16 @@ def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
     assert loss.weights.tolist() == pytest.approx([1.25, 0])
     gradient = logps.grad.squeeze(1)
     assert gradient.tolist() == pytest.approx([-1.25 * 0.5, 0])
+
+
+@pytest.mark.parametrize(("reduction", "ratio"), [("sum", 1.5), ("mean", 1.5**0.5)])
+def test_the_ratio_of_a_completion_is_the_product_or_the_geometric_mean_of_those_of_its_tokens(reduction, ratio):
+    before = torch.tensor([[0.2, 0.5, 0.5]])
+    policy = torch.tensor([[0.3, 0.5, 0.9]])
+    mask = torch.tensor([[True, True, False]])
+    samples = Samples.of(policy.log(), before.log(), mask, target=torch.tensor([-1.0]), mu=torch.tensor(1.0))
+    loss = topr(log_ratio_reduction=reduction, **TRUNCATED).loss(samples)
+    assert loss.weights.item() == pytest.approx(ratio)
 
 
 def test_a_rollout_without_rewards_is_an_error(tiny_model, tmp_path):

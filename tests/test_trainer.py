@@ -7,6 +7,7 @@ for complete optimizer steps of several micro-batches, on-policy and off-policy.
 
 import copy
 import functools
+import inspect
 import math
 import statistics
 from pathlib import Path
@@ -28,7 +29,7 @@ from helpers import (
     trained,
 )
 from transformers import AutoModelForCausalLM
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
 
@@ -194,6 +195,18 @@ def test_model_card_names_the_method(tiny_model, tmp_path):
     for text in ("OPO", "2601.12415", "Orthogonalized Policy Optimization", "\n- trl\n", "\n- opo\n"):
         assert text in card
     assert "- grpo" not in card
+    assert "None" not in card  # TRL's name of a model that is not on the Hub
+    assert f"fine-tuned version of `{Path(tiny_model).name}`" in card
+    assert f'model="{tmp_path.name}"' in card
+
+
+def test_editors_see_the_parameters_of_trl_in_their_order():
+    ours = dict(inspect.signature(OPOTrainer.__init__).parameters)
+    theirs = inspect.signature(GRPOTrainer.__init__).parameters
+    assert ours.pop("options").kind is inspect.Parameter.VAR_KEYWORD  # those of a later release
+    assert [*ours] == [*theirs]
+    for name, parameter in theirs.items():
+        assert ours[name].default == parameter.default, name
 
 
 def test_configuration_of_another_trainer_is_rejected(tiny_model, tmp_path):

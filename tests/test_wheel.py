@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import opo_trl
-from opo_trl.trl import TESTED
+from opo_trl.compatibility import TESTED
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,5 +1,6 @@
 """Curves of a comparison: each method's mean over seeds, with a band."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -28,9 +29,8 @@ _MOST_POINTS = 400
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure of a comparison."""
+    """A panel of the figure."""
 
-    name: str
     title: str
     points: Callable[[Run], Points]
     over: Callable[[Run], Points] | None = None  # what it is drawn over at each step, if not over the run's clock
@@ -39,47 +39,51 @@ class Curve:
 
 
 _GENERATED = "completions generated"
+_VALIDATION = "Validation accuracy"
 CURVES = (
-    Curve("reward", "Reward", reward),
-    Curve("validation", "Validation accuracy", lambda run: series(run, "validation/accuracy"), smoothed=False),
-    Curve("gradient_norm", "Gradient norm", lambda run: series(run, "grad_norm")),
-    Curve("gradient_response_efficiency", "Gradient response efficiency", efficiency),
-    Curve("entropy", "Entropy per token (nats)", lambda run: series(run, "entropy")),
-    Curve("completion_length", "Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
-    Curve("reward_over_completions", f"Reward against {_GENERATED}", reward, completions, _GENERATED),
-    Curve("reward_over_time", "Reward against time", reward, seconds, "seconds of training steps"),
+    Curve("Reward", reward),
+    Curve(_VALIDATION, lambda run: series(run, "validation/accuracy"), smoothed=False),
+    Curve("Gradient norm", lambda run: series(run, "grad_norm")),
+    Curve("Gradient response efficiency", efficiency),
+    Curve("Entropy per token (nats)", lambda run: series(run, "entropy")),
+    Curve("Completion length (tokens)", lambda run: series(run, "completions/mean_length")),
+    Curve(f"Reward against {_GENERATED}", reward, completions, _GENERATED),
+    Curve("Reward against time", reward, seconds, "seconds of training steps"),
 )
+_COLUMNS = 2
 
 
-def draw(comparison: Comparison, folder: Path) -> list[dict[str, Any]]:
+def draw(comparison: Comparison, file: Path) -> str:
     """
-    Draw every curve that some run has logged into `figures/` in a folder, the same runs always as the same PNG files.
-    Returns name, title and caption of each.
+    Draw every curve that some run has logged as a panel of one figure, the same runs always as the same PNG file.
+    Returns the figure's caption.
     """
     plt.switch_backend("Agg")  # files only: no display is needed
-    folder = folder / "figures"
-    with style():
-        figures = [_draw(curve, comparison, folder / f"{curve.name}.png") for curve in CURVES]
-    return [figure for figure in figures if figure is not None]
-
-
-def _draw(curve: Curve, comparison: Comparison, path: Path) -> dict[str, Any] | None:
     of_clock = _GENERATED if comparison.over_completions else "optimizer step"
-    points = [[_points(curve, run) for run in runs] for runs in comparison.methods.values()]
-    if curve.x_label == of_clock or not any(all(runs) for runs in points):  # the reward's own curve; not logged
-        return None
-    figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-    lines = zip(comparison.methods, points, colors(comparison), cycle(_LINES), strict=False)
-    bands = [_plot(axis, *line, curve.smoothed) for line in lines if all(line[1])]
-    axis.set(xlabel=curve.x_label or of_clock, title=curve.title)
-    if curve.name == "validation":
-        axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axis.legend(frameon=False)
-    write(figure, path, Software=None)  # otherwise the file names matplotlib's version
-    plt.close(figure)
-    smoothed = f"Trailing mean of {WINDOW} entries. " if curve.smoothed else ""
-    caption = f"{smoothed}Line: mean over seeds. Band: {'; '.join(dict.fromkeys(bands))}."
-    return {"name": curve.name, "title": curve.title, "caption": caption}
+    panels = []
+    for curve in CURVES:
+        points = [[_points(curve, run) for run in runs] for runs in comparison.methods.values()]
+        is_logged = any(all(runs) for runs in points)
+        repeats_reward = curve.x_label == of_clock
+        if is_logged and not repeats_reward:
+            panels.append((curve, points))
+    rows = math.ceil(len(panels) / _COLUMNS)
+    bands: list[str] = []
+    with style():
+        figure, grid = plt.subplots(rows, _COLUMNS, figsize=(10, 3 * rows), layout="constrained", squeeze=False)
+        for axis in grid.flat[len(panels) :]:
+            axis.remove()
+        for axis, (curve, points) in zip(grid.flat, panels, strict=False):
+            axis.set(title=curve.title, xlabel=curve.x_label or of_clock)
+            if curve.title == _VALIDATION:
+                axis.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+            methods = zip(comparison.methods, points, colors(comparison), cycle(_LINES), strict=False)
+            bands += [_plot(axis, *method, curve.smoothed) for method in methods if all(method[1])]
+        grid[0, 0].legend(frameon=False)
+        write(figure, file, Software=None)  # otherwise the file names matplotlib's version
+        plt.close(figure)
+    lines = f"Lines: means over seeds, of trailing means of {WINDOW} entries; {_VALIDATION.lower()} as measured."
+    return f"{lines} Bands: {'; '.join(dict.fromkeys(bands))}."
 
 
 def _points(curve: Curve, run: Run) -> Points:

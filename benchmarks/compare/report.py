@@ -1,4 +1,4 @@
-"""The report of a comparison, in Markdown, and its figures."""
+"""The report of a comparison, in Markdown, and its figure."""
 
 import math
 import os
@@ -12,19 +12,20 @@ from opo_trl.checks.files import read_text, write
 from opo_trl.report.run_report import in_markdown
 
 from ..intervals import Interval
-from .curves import CURVES, draw
+from .curves import draw
 from .measures import DECIMALS, WINDOW, Comparison
 from .runs import what_differs
 
 
 NOTHING = "–"
+_PAGE, _CURVES = "report.md", "curves.png"
 _HEADLINES = ("final reward", "validation accuracy")  # of the summary
 
 
 def write_report(comparison: Comparison, output: Path, command: str) -> Path:
     """
-    Write `report.md` and `figures/`; returns the path of the former. `command` makes the same bytes of the same runs:
-    there is no date, no path and no random order.
+    Write `report.md` and `curves.png`; returns the path of the former. `command` makes the same bytes of the same
+    runs: there is no date, no path and no random order.
     """
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -35,9 +36,9 @@ def write_report(comparison: Comparison, output: Path, command: str) -> Path:
         keep_trailing_newline=True,
     )
     templates.filters["cell"] = lambda text: text.replace("|", r"\|").replace("\n", " ")
-    content = {**describe(comparison), "figures": draw(comparison, output), "command": command}
-    write(output / "report.md", templates.get_template("comparison.md.j2").render(content))
-    return output / "report.md"
+    content = {**describe(comparison), "curves": draw(comparison, output / _CURVES), "command": command}
+    write(output / _PAGE, templates.get_template("comparison.md.j2").render(content))
+    return output / _PAGE
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> dict[str, Any]:
@@ -47,15 +48,15 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -
 
 def check_output(output: Path) -> None:
     """A `ValueError` if a report would replace something else than an earlier one, such as that of a run."""
-    if (output / "report.md").exists() and "# Comparison: " not in read_text(output / "report.md"):
+    page, curves = output / _PAGE, output / _CURVES
+    if page.exists() and "# Comparison: " not in read_text(page):
         raise ValueError(
-            f"{str(output / 'report.md')!r} is not the report of a comparison, and would be replaced. Set `--output` "
+            f"{str(page)!r} is not the report of a comparison, and would be replaced. Set `--output` "
             "to another folder."
         )
-    figures = [output / "figures" / f"{curve.name}.png" for curve in CURVES]
-    if not (output / "report.md").exists() and (taken := [*filter(os.path.lexists, figures)]):
+    if os.path.lexists(curves) and not page.exists():
         raise ValueError(
-            f"{str(taken[0])!r} is of no earlier comparison, and would be replaced. Set `--output` to another folder."
+            f"{str(curves)!r} is of no earlier comparison, and would be replaced. Set `--output` to another folder."
         )
 
 

@@ -38,7 +38,7 @@ def run_missing(cells: Iterable[tuple[str, str]], file: Path, jobs: int) -> int:
 
     def next_jobs(name: str, regime: str) -> list[tuple[Run, design.Entry]]:
         found = read(RECORD, file)
-        return [(run, ENTRIES[name]) for run in design.stages(name, regime).next_runs(found)]
+        return [(run, ENTRIES[name]) for run in design.stages(name, regime, found).next_runs(found)]
 
     return staged.run_missing([partial(next_jobs, *cell) for cell in cells], design.make, file, jobs)
 

@@ -1,7 +1,8 @@
 """Which runs the ablation consists of, and how one leads to the next (see plan.md, which was written first)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from opo_trl.objective import OPO, Objective
@@ -96,6 +97,9 @@ SIGNALS = {
     "gated steps": Entry(OPO, "ceiling", (1.5, 3.0), _DEFAULT, callback=GatedSteps),
 }
 ENTRIES |= LITERATURE | SIGNALS
+# GRPO once more, in a region that grows until no edge of it is chosen, at most so many times.
+WIDER, EXTENSIONS = "GRPO, wider clip", 5
+ENTRIES[WIDER] = Entry(published.GRPO, "low high", (0.2, 0.4, 0.8), _MEAN)
 
 TODAY = "escort-bounded-log"  # the default when the plan was made
 PAPER = "escort-bounded-chi2"  # the default since, by the plan's second rule
@@ -131,6 +135,7 @@ def cells() -> Iterator[tuple[str, str]]:
         yield from ((name, regime) for name in LITERATURE)
     yield from ((name, WHOLE) for name in CELLS if name not in REPORTED)
     yield from ((name, regime) for name in SIGNALS for regime in REGIMES if regime != "fresh")
+    yield from ((WIDER, regime) for regime in REGIMES)
 
 
 def reporting(regime: str) -> tuple[str, ...]:
@@ -138,20 +143,45 @@ def reporting(regime: str) -> tuple[str, ...]:
     return REPORTED if regime == WHOLE else CONFIRMED
 
 
-def stages(name: str, regime: str) -> Stages:
+def stages(name: str, regime: str, found: Results) -> Stages:
     """The runs of an objective in a regime; those that report only of the objectives that do."""
-    return Stages(
+    trials = Stages(
         lambda setting, seed, tuning: Run(name, regime, *setting, seed, tuning),
         ENTRIES[name].settings,
         TUNING_SEEDS,
-        SEEDS if name in (*REPORTED, *LITERATURE) else (),
+        seeds=(),
     )
+    if name == WIDER:
+        trials = _extended(trials, found)
+        if trials.next_runs(found):
+            return trials
+    return replace(trials, seeds=SEEDS) if name in (*REPORTED, *LITERATURE, WIDER) else trials
+
+
+def _extended(trials: Stages, found: Results) -> Stages:
+    """The trials with as many rates and values of the own field as it takes so far, each twice its neighbour."""
+    for _ in range(EXTENSIONS):
+        if trials.next_runs(found):
+            break
+        rates, values = (sorted(set(column)) for column in zip(*trials.settings, strict=True))
+        rate, own = trials.chosen(found)
+        settings = list(product(_around(rate, rates), _around(own, values)))
+        trials = replace(trials, settings=settings)
+    return trials
+
+
+def _around(chosen: float, values: list[float]) -> list[float]:
+    """The values, and one beyond the edge if that is chosen."""
+    lowest, highest = values[0], values[-1]
+    below = [lowest / 2] if chosen == lowest else []
+    above = [highest * 2] if chosen == highest else []
+    return [*below, *values, *above]
 
 
 def of_fresh_seeds(found: Results) -> list[Run]:
     """The runs with fresh seeds, with the settings that were chosen for `lag64`, but OPO's with either μ."""
-    settings = [(name, stages(name, WHOLE).chosen(found)) for name in ("TOPR", TR)]
-    rate = stages(PAPER, WHOLE).chosen(found)[0]
+    settings = [(name, stages(name, WHOLE, found).chosen(found)) for name in ("TOPR", TR)]
+    rate = stages(PAPER, WHOLE, found).chosen(found)[0]
     settings += [(PAPER, (rate, mu)) for mu in ENTRIES[PAPER].values]
     return [Run(name, WHOLE, *setting, seed, False) for seed in FRESH_SEEDS for name, setting in settings]
 

@@ -127,7 +127,7 @@ def _regime(regime: str, found: Results, kept: set[tuple[str, str]]) -> Iterator
         return
     rows = []
     for name in complete:
-        rate, own = design.stages(name, regime).chosen(found)
+        rate, own = design.stages(name, regime, found).chosen(found)
         tuned = f"{rate:.2g}" + (f", {ENTRIES[name].own.split()[0]} {own:g}" if ENTRIES[name].own else "")
         row = [f"`{name}`", tuned]
         for measure in ("sampled", "greedy"):
@@ -154,7 +154,7 @@ def _best_trials(regime: str, names: Iterable[str], found: Results) -> Iterator[
     """Best trials of the objectives that are tuned."""
     rows = []
     for name in names:
-        stages = design.stages(name, regime)
+        stages = design.stages(name, regime, found)
         if stages.next_runs(found) and not reported(name, regime, found):
             continue
         setting = stages.chosen(found)
@@ -221,7 +221,7 @@ def table_of_evidence(found: Results) -> str:
     """Truncated REINFORCE beside OPO and the best known published losses, by age of completions and passes."""
     rows = []
     for regime, age in AGES.items():
-        mu = design.stages(PAPER, regime).chosen(found)[1]
+        mu = design.stages(PAPER, regime, found).chosen(found)[1]
         tr = "{} [{}]".format(*(shown(values(TR, regime, found, measure)) for measure in ("sampled", "greedy")))
         opo = f"{_pair(PAPER, TR, regime, found)}, μ {mu:g}"
         rows.append([age, tr, opo, *(_pair(TR, name, regime, found) for name in (GSPO, "GRPO", "TOPR"))])

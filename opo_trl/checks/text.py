@@ -30,6 +30,11 @@ def one_line(text: str, longest: int = 200) -> str:
     return line if len(line) <= longest else f"{line[:longest]}…"
 
 
+def without_white_space(text: str) -> str:
+    """A text without its white space, which chat templates change and datasets write differently."""
+    return "".join(text.split())
+
+
 def report_error(program: str, error: Exception, *, debug: bool, status: int = 2) -> int:
     """Print why a program ends, after the traceback if `debug`; returns the exit status."""
     if debug:

@@ -13,7 +13,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import find_adapter_config_file, is_peft_available, logging
 from trl.trainer.utils import get_config_model_id
 
-from ..trl import temporarily
+from ..patching import temporarily
 from . import files
 
 
@@ -115,8 +115,16 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
         )
 
 
-def check_models(model: Any, rewards: Sequence[Any], args: Any) -> None:
-    """[`check_weights`] of every model that a trainer, with these arguments, loads by its name."""
+def check_models(model: Any, rewards: Sequence[Any], args: Any, *, quantized: bool) -> None:
+    """
+    [`check_weights`] of every model that a trainer, with these arguments, loads by its name; and whether TRL can use
+    the policy as they ask. `quantized`: whether its weights are packed.
+    """
+    if args.use_vllm and quantized:
+        raise ValueError(
+            "use_vllm=True cannot be combined with a quantized base model: TRL sends vLLM the packed weights, which "
+            "it rejects (huggingface/trl#4973)."
+        )
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if isinstance(model, str):
         check_weights("model", model, options)

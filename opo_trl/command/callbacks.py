@@ -1,6 +1,5 @@
 """Accuracies of a run, and callbacks: log file, progress bar, accuracies before training, and validation."""
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,14 +65,6 @@ class ProgressBar(ProgressCallback):
     def __init__(self):
         super().__init__()
         self.latest: dict[str, str] = {}
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Begin the bar; with `max_completions`, it is as long as the steps that these last for."""
-        super().on_train_begin(args, state, control, **kwargs)
-        if self.training_bar is not None and args.max_completions is not None:
-            rollouts = math.ceil(args.max_completions / args.generation_batch_size)
-            steps = math.ceil(rollouts * args.optimizer_steps_per_rollout)
-            self.training_bar.reset(total=min(state.max_steps, steps))
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Show the latest value of each metric beside the bar."""

@@ -14,17 +14,11 @@ The `opo-trl` command.
 """
 
 import argparse
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import warnings
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from .. import __version__
 from ..checks.text import report_error
@@ -46,7 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `opo-trl`; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _train(argv[1:]) if argv[:1] == ["train"] else _run(argv)
+        if argv[:1] == ["train"]:
+            from .launching import launch  # it needs more modules than the other commands
+
+            return launch(argv[1:])
+        return _run(argv)
     except (ValueError, ImportError, OSError) as error:  # an error of the file system names the file
         return report_error(f"opo-trl {argv[0]}", error, debug="--debug" in argv)
 
@@ -71,7 +69,7 @@ def _run(argv: list[str]) -> int:
     report.add_argument("folder", nargs="+", type=Path, help="folders of runs; of several, prints a table")
     report.add_argument("--output", type=Path, help="also write this .html file; of several runs, this .md file")
     recipes = commands.add_parser("recipes", help="list the package's recipes, or copy one to change it")
-    recipes.add_argument("recipe", nargs="?", help="recipe to copy, or `agent`: its folder, with a game to train in")
+    recipes.add_argument("recipe", nargs="?", help="recipe to copy, or a folder of them, such as `agent`, with a game")
     recipes.add_argument("--output", type=Path, default=Path("recipes"), help="folder to copy to (default: recipes)")
     pivots_parser = commands.add_parser("pivots", help="make states to train in of the logs of an agent")
     pivots.add_options(pivots_parser)
@@ -138,63 +136,6 @@ def copy_out(name: str, output: Path) -> Sequence[Path]:
         shutil.copy(SHIPPED / part, target)
         written.append(target)
     return written
-
-
-def _train(argv: list[str]) -> int:
-    """Launch `command.train` through accelerate, which also gets every option that is not a field of a recipe."""
-    print("Loading libraries …", file=sys.stderr, flush=True)  # which takes seconds
-    from accelerate.commands import launch
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the process that trains notes what differs
-        from ..trl import temporarily  # checks versions
-    from .recipe import launch_words, read, set_variables
-    from .signals import pass_on_signals
-
-    recipe = read(argv)
-    set_variables(recipe.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
-    words = [*launch_words(recipe.launch), *recipe.unknown]
-    config_file = recipe.values["accelerate_config"]
-    if config_file:
-        words = ["--config_file", config_file, *words]
-    words_of_fields = list(argv)
-    place = 0
-    for word in recipe.unknown:  # argparse returns them in their order
-        place = words_of_fields.index(word, place)
-        del words_of_fields[place]
-    training = ["-m", "opo_trl.command.train", *words_of_fields]
-    options = launch.launch_command_parser().parse_args([*words, *training])
-    pass_on_signals()
-    try:
-        with temporarily(launch, simple_launcher=partial(_start, launch.simple_launcher, launch.multi_gpu_launcher)):
-            launch.launch_command(options)
-    except subprocess.CalledProcessError as error:
-        code = error.returncode
-    except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-    else:
-        return 0
-    if code >= 0:  # the process has said why
-        return code
-    print(
-        f"opo-trl train: error: a training process was ended by {signal.Signals(-code).name}. "
-        "Continue with `--resume_from_checkpoint auto`.",
-        file=sys.stderr,
-    )
-    return 128 - code  # as in a shell
-
-
-def _start(alone: Callable, together: Callable, options: Any) -> None:
-    """
-    Start as many processes as are asked for, where accelerate would start one `alone`: on a CPU, and with a
-    configuration for one GPU.
-    """
-    if options.mpirun_hostfile is None and (options.num_processes or 1) > 1:
-        os.environ["ACCELERATE_USE_CPU"] = str(options.cpu or options.use_cpu)
-        together(options)
-    else:
-        alone(options)
 
 
 if __name__ == "__main__":

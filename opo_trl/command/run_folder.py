@@ -16,7 +16,7 @@ import yaml
 from ..checks import files
 from ..checks.secrets import mask, mask_words
 from ..config import CONTENT, OPTIMIZER, OPOConfig
-from ..report.run_files import ENVIRONMENT, RECIPE, SETTINGS, is_finished, is_run, read_settings
+from ..report.run_files import ENVIRONMENT, RECIPE, SETTINGS, another_run, is_finished, is_run, read_settings
 from ..resume.checkpoint import LAST, fault, last_complete, load_state, resolve
 from ..resume.other_processes import OF_STEPS, fitting
 
@@ -77,8 +77,7 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
             "Set the same values here, or start a new `output_dir` from its weights: set `model_name_or_path` to it."
         )
     if is_run(Path(args.output_dir)) and not (overwrite or _continues(args, checkpoint)):
-        fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
-        raise ValueError(f"output_dir={args.output_dir!r} holds another run. Choose another `output_dir`, {fix}.")
+        raise another_run(args.output_dir)
     return checkpoint
 
 

@@ -5,14 +5,9 @@ A run finishes the current optimizer step, saves a checkpoint and ends with the 
 or 130.
 """
 
-import os
 import signal
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from types import FrameType
-
-import psutil
 
 from ..resume.interrupts import SaveOnInterrupt
 
@@ -54,21 +49,3 @@ class StopOnSignal(SaveOnInterrupt):
     def _end(self) -> None:
         self.trainer.accelerator.end_training()
         raise StoppedBySignal(128 + self._agreed)
-
-
-def pass_on_signals() -> None:
-    """Pass SIGTERM and Ctrl-C on to the processes that this one starts, and let them end by themselves."""
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        """
-        Send a signal to the processes that were started; without any, exit as the signal would have ended this one.
-        """
-        if not (started := psutil.Process().children()):
-            sys.exit(128 + number)
-        for process in started:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"  # PyTorch's launcher would kill them after 30 seconds
-    for number in SIGNALS:
-        signal.signal(number, pass_on)

@@ -20,7 +20,7 @@ from typing import Any
 
 
 # First, because it checks versions: another release may lack names that are imported below.
-from ..trl import temporarily  # isort: skip
+from .. import compatibility  # isort: skip  # noqa: F401
 
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -30,9 +30,13 @@ from ..checks import files
 from ..checks.secrets import mask, mask_words
 from ..checks.text import report_error
 from ..checks.weights import check_weights
+from ..data import gym
 from ..data.arithmetic import EMBEDDED_MODELS
+from ..data.problems import EMBEDDED
 from ..fields import require
 from ..models.adapter import tokenizer_source
+from ..models.shape import shape
+from ..patching import temporarily
 from ..report import run_files as run_folder
 from ..report.run_report import accuracies, accuracy_lines, write_report
 from ..resume.checkpoint import check_resumable
@@ -108,8 +112,13 @@ def prepare(argv: Sequence[str]) -> Run:
         check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
     folder = Path(args.output_dir)
+    model: Any = path
+    if "--plan" in argv and get_quantization_config(model_config) is None:
+        model = shape(path, trusted | options) or path
+    if model is not path:
+        args.model_init_kwargs = None  # they have made it
     trainer = OPOTrainer(
-        model=path,
+        model=model,
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,
@@ -163,8 +172,9 @@ def run(ready: Run) -> None:
     lines = accuracy_lines(accuracies(summary))
     if is_main:
         files.write_json(folder / run_folder.SUMMARY, summary)
-        is_local = Path(script.dataset_name or ".").exists()
-        trainer.create_model_card(folder.name, None if is_local else script.dataset_name)
+        dataset = script.dataset_name or "."
+        is_on_hub = not (Path(dataset).exists() or dataset in EMBEDDED or dataset.startswith(gym.PREFIX))
+        trainer.create_model_card(folder.name, dataset if is_on_hub else None)
         with (folder / "README.md").open("a", encoding="utf-8") as card:
             card.write(
                 f"\n## Data and accuracy\n\nTrained on {data.plan}. Accuracy before → after training, with its 95 % "
@@ -187,8 +197,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # TRL still calls renamed fields of Transformers by their old names; users cannot fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
     if argv is None:
-        argv, sys.argv[1:] = sys.argv[1:], mask_words(sys.argv[1:])  # trackers record `sys.argv`
-    debug, status = "--debug" in argv, 0
+        argv = sys.argv[1:]
+        sys.argv[1:] = mask_words(argv)  # trackers record `sys.argv`, which is to hold no password or token
+    debug = "--debug" in argv
+    status = 0
     try:
         ready = prepare(argv)
     except (ValueError, ImportError, OSError, RewardError) as error:

@@ -38,8 +38,9 @@ def make_problems(
     Draw the problems of a task, whose `name` begins with `"reasoning_gym/"`.
 
     The splits `"train"` and `"test"` have different seeds, but may share problems in tasks with few. `levels` are
-    those of the task's curriculum, from `"0"`, at which all its attributes are set, or to their highest; `None`: no
-    curriculum. `settings` are those of the task's dataset: `size` (of each level), `seed` (of the training split).
+    those of the task's curriculum, from `"0"` on: each attribute is set to this level, or to its highest if that is
+    lower; `None`: no curriculum. `settings` are those of the task's dataset: `size` (of each level), `seed` (of the
+    training split).
 
     Returns:
         `list[dict]`: rows with the columns `problem`, `solution` (may be `None`), `level`, `task` and `entry`.
@@ -56,6 +57,7 @@ def make_problems(
     seeded = {"size": 1, **settings, "seed": seed}
     distinct_levels = dict.fromkeys([None] if levels is None else levels)
     requests = [[task, seeded, level] for level in distinct_levels]
+    # In a process of its own: what some tasks draw depends on the hashes of text, which are fixed when Python starts.
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(requests),

@@ -110,7 +110,7 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     text after the last `####`, or all of it.
     """
     sources = _sources(rows, columns, asked)
-    missing = [str(theirs or ours) for ours, theirs in sources.items() if not _leads_somewhere(rows, theirs)]
+    missing = [str(theirs or ours) for ours, theirs in sources.items() if not _is_in(rows, theirs)]
     if missing:
         raise ValueError(
             f"the dataset has no column {missing}, only {rows.column_names}. "
@@ -134,7 +134,10 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
 
 
 def _sources(rows: Dataset, columns: Mapping[str, str], asked: str) -> dict[str, Any]:
-    """From which column each of ours comes, for the arguments of [`take`]; `None` if there is none."""
+    """
+    From which column each of ours comes, for the arguments of [`take`]. `asked` is `"problem"`, whose rows must have a
+    problem and a solution: `None` says that no column was found. Or it is `"prompt"`, whose rows may lack a solution.
+    """
     names = rows.column_names
     sources: dict[str, Any] = {}
     if asked == "problem":
@@ -175,19 +178,22 @@ def _of_levels(problems: Dataset, levels: Sequence[str]) -> Dataset:
 
 
 def _answer_column(rows: Dataset) -> str | None:
-    """The column with the solutions: text with boxes, else final answers, else what is called so."""
+    """
+    The column with the solutions, judged by the first rows: `solution` if all of it has boxes; else the first column
+    of final answers in [`_ANSWERS`]; else `solution` as it is. `None` if there is none of these.
+    """
     n_looked_at = min(10, len(rows))
     first_rows = rows.select(range(n_looked_at))
     texts = [text for text in _values(first_rows, "solution") if isinstance(text, str)]
     if texts and all(map(find_boxes, texts)):
         return "solution"
     for name in (*_ANSWERS, "solution"):
-        if _leads_somewhere(first_rows, name):
+        if _is_in(first_rows, name):
             return name
     return None
 
 
-def _leads_somewhere(rows: Dataset, path: str | None) -> bool:
+def _is_in(rows: Dataset, path: str | None) -> bool:
     """Whether there is such a column or, after a dot, such a key in a mapping of any row."""
     if path is None:
         return False

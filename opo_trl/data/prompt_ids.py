@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from datasets import Dataset
 
+from ..checks.text import without_white_space
+
 
 PROMPT_IDS = "prompt_ids"
 
@@ -100,8 +102,8 @@ def _check_tokens(trainer: Any, dataset: Dataset) -> None:
     first_rows = dataset.select(range(min(_CHECKED_ROWS, len(dataset))))
     n_alike = 0
     for row in first_rows:
-        text = _squeezed(tokenizer.decode(row[PROMPT_IDS]))
-        n_alike += _squeezed(_last_text(row["prompt"])) in text
+        text = without_white_space(tokenizer.decode(row[PROMPT_IDS]))
+        n_alike += without_white_space(_last_text(row["prompt"])) in text
     if n_alike < len(first_rows) / 2:
         raise ValueError(
             f"prompt_ids: only {n_alike} of the first {len(first_rows)} prompts are found in their tokens, so they "
@@ -115,8 +117,3 @@ def _last_text(prompt: Any) -> str:
         return prompt
     texts = [message["content"] for message in prompt if isinstance(message.get("content"), str)]
     return texts[-1] if texts else ""
-
-
-def _squeezed(text: str) -> str:
-    """A text without its white space, which templates change."""
-    return "".join(text.split())

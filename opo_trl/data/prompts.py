@@ -11,6 +11,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..checks.text import without_white_space
 from ..rewards.boxes import final_answer, find_boxes
 from .prompt_ids import PROMPT_IDS
 
@@ -96,17 +97,12 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
     or, without it, `prompt`. If no row is left, this raises a `ValueError`.
     """
     name = "problem" if "problem" in training.column_names else "prompt"
-    trained = set(map(_squeezed, training[name]))
+    trained = {without_white_space(str(problem)) for problem in training[name]}
     overlap = {}
     for index, problem in enumerate(held_out[name]):
-        if _squeezed(problem) in trained:
+        if without_white_space(str(problem)) in trained:
             overlap[index] = shown(problem)
     return _without(held_out, overlap, "of the held-out set are in the training set")
-
-
-def _squeezed(problem: Any) -> str:
-    """The text of a problem without its white space."""
-    return "".join(str(problem).split())
 
 
 def tokenize_prompts(

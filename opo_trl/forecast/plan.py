@@ -106,7 +106,9 @@ def _memory(trainer: Any) -> str:
     prompt, completion = _longest_tokens(trainer)
     n_rows = most_rows(trainer.args, prompt + completion)
     tokens = f"{n_rows} × ({prompt:,} + {completion:,}) tokens"
-    lines = [f"peak {_human(peak)} at {moment} ({_sharding(trainer)} over {trainer.args.world_size}; {tokens})"]
+    sharding = _sharding(trainer)
+    processes = "one process" if sharding == "none" else f"{sharding} over {trainer.args.world_size}"
+    lines = [f"peak {_human(peak)} at {moment} ({processes}; {tokens})"]
     largest_first = sorted(plan[moment].items(), key=lambda item: -item[1])
     components = ", ".join(f"{name} {_human(size)}" for name, size in largest_first)
     if memory.decoder(trainer.model.config) is None:

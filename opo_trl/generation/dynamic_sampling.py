@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..batch import Batch, completion_tokens, concatenate, exchange, take, to_widths, widths_of_tables
+from ..contract import MULTIMODAL_KEYS
 from ..groups import equal_rewards, gather_samples
-from ..trl import MULTIMODAL_KEYS
 from .prompt_order import PromptStream
 
 
@@ -42,26 +42,27 @@ class DynamicSampling:
         """
         n_processes = self.accelerator.num_processes
         n_prompts = n_local * n_processes // self.num_generations
-        # The completions of a multiple of so many prompts divide evenly among the processes
-        multiple = n_processes // math.gcd(n_processes, self.num_generations)
+        # The completions of so many prompts, or a multiple of them, divide evenly among the processes: with 6
+        # processes and 4 completions of a prompt, those of 3 prompts do, 2 on each.
+        fewest_prompts = n_processes // math.gcd(n_processes, self.num_generations)
         rollout = generate(self._local_prompts(n_prompts), True)
         if rollout.keys() & {*MULTIMODAL_KEYS}:
             raise ValueError(f"max_sampling_rounds={self.max_rounds} cannot replace samples with images. Set it to 1.")
         places = self._zero_variance(rollout, reward_weights)
-        n_places = len(places)
+        n_without_spread = len(places)
         n_rounds = 1
         while places and n_rounds < self.max_rounds:
             n_rounds += 1
-            n_further = math.ceil(len(places) / multiple) * multiple
+            n_further = math.ceil(len(places) / fewest_prompts) * fewest_prompts
             further = generate(self._local_prompts(n_further), False)
-            useless = self._zero_variance(further, reward_weights)
-            useful = [group for group in range(n_further) if group not in useless]
-            n_replaced = min(len(useful), len(places))
-            rollout = self._replace(rollout, further, places[:n_replaced], useful[:n_replaced])
+            without_spread = self._zero_variance(further, reward_weights)
+            with_spread = [group for group in range(n_further) if group not in without_spread]
+            n_replaced = min(len(with_spread), len(places))
+            rollout = self._replace(rollout, further, places[:n_replaced], with_spread[:n_replaced])
             places = places[n_replaced:]
         return rollout, {
             "rounds": n_rounds,
-            "frac_replaced": (n_places - len(places)) / n_prompts,
+            "frac_replaced": (n_without_spread - len(places)) / n_prompts,
             "frac_without_spread": len(places) / n_prompts,
             "epoch": self.stream.position / self.stream.n_prompts,
         }
@@ -74,25 +75,26 @@ class DynamicSampling:
 
     def _zero_variance(self, rollout: Batch, reward_weights: Tensor) -> list[int]:
         """Groups, over all processes, whose valid completions all have the same reward."""
-        _, length, _, _, rewards = gather_samples(rollout, None, self.accelerator)
-        valid = (length > 0) & ~rewards.isnan().all(dim=1)
+        _, lengths, _, _, rewards = gather_samples(rollout, None, self.accelerator)
+        is_unscored = rewards.isnan().all(dim=1)
+        valid = (lengths > 0) & ~is_unscored
         equal, _ = equal_rewards(rewards, reward_weights.cpu().double(), valid, self.num_generations)
-        of_groups = equal[:: self.num_generations]
+        of_groups = equal[:: self.num_generations]  # all completions of a group have the same value
         return of_groups.nonzero().flatten().tolist()
 
     def _replace(self, rollout: Batch, further: Batch, places: list[int], groups: list[int]) -> Batch:
         """The rollout with `groups` of the `further` one in its `places`; both are numbered over all processes."""
         accelerator = self.accelerator
-        targets = self._completions(places)
-        sources = self._completions(groups)
+        replaced = self._completions(places)
+        replacing = self._completions(groups)
         n_local = len(rollout["advantages"])
-        first = accelerator.process_index * n_local
-        is_local = (targets >= first) & (targets < first + n_local)
-        further = self._equally_wide(further)
-        replacements = exchange(further, sources[is_local], accelerator)
-        # Local completions in their order, but those to replace by the replacements, which come after them.
+        first = accelerator.process_index * n_local  # number of this process's first completion
+        is_local = (replaced >= first) & (replaced < first + n_local)
+        replacements = exchange(self._equally_wide(further), replacing[is_local], accelerator)
+        # Of this process's completions and, behind them, their replacements: in each place of the rollout the one that
+        # belongs there.
         order = np.arange(n_local)
-        order[targets[is_local] - first] = n_local + np.arange(is_local.sum())
+        order[replaced[is_local] - first] = n_local + np.arange(is_local.sum())
         merged = take(concatenate([rollout, replacements]), order)
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged

@@ -22,10 +22,11 @@ from trl.trainer.utils import is_async_callable
 
 from ..batch import Batch, carried, completion_tokens
 from ..checks.text import one_line
+from ..compatibility import untested
 from ..contract import KNOWN_KEYS, MULTIMODAL_KEYS, ROLLOUT_KEYS
 from ..data.prompt_ids import PROMPT_IDS
+from ..patching import temporarily
 from ..reuse.conversations import tokenizer_of
-from ..trl import temporarily, untested
 from ..updates import padding
 
 

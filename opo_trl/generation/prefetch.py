@@ -8,11 +8,12 @@ generation and training instead of both.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
 from accelerate.logging import get_logger
+from transformers.trainer_utils import has_length
 
 
 logger = get_logger(__name__)
@@ -59,13 +60,17 @@ class Prefetch:
         return answer
 
     def wait(self) -> None:
-        """Wait until no completion is being written, so that new weights do not change the policy inside one."""
+        """
+        Wait until no completion is being written, so that new weights do not change the policy inside one. Raises what
+        the request has raised: TRL's client has tried for a minute, and need not try again with weights.
+        """
         if self._answer is not None:
-            wait([self._answer])
+            self._answer.result()
 
     def drop(self) -> None:
         """Forget what was asked for in advance."""
-        self.wait()
+        if self._answer is not None:
+            wait([self._answer])
         self._answer = None
 
     def _ask(self, request: dict[str, Any]) -> None:
@@ -81,4 +86,45 @@ class Prefetch:
         self._request = request
         self._answer = answer
         self._next_asked_at = self._step()
-        threading.Thread(target=ask, daemon=True).start()  # not waited for when the run ends
+        threading.Thread(target=ask, name="prefetch", daemon=True).start()  # not waited for when the run ends
+
+
+def check_prompts_are_known(dataset: Any, options: Mapping[str, Any]) -> None:
+    """
+    Check that nothing but the dataset decides what a rollout asks the server for. `options` are those with which the
+    trainer is made.
+    """
+    columns = getattr(dataset, "column_names", None) or ()
+    obstacles = [name for name in ("rollout_func", "tools", "environment_factory") if options.get(name)]
+    obstacles += [name for name in ("image", "images") if name in columns]
+    if not has_length(dataset):
+        obstacles.append("a stream of data")
+    if obstacles:
+        raise ValueError(
+            f"prefetch_rollouts=1 cannot ask for completions in advance with {obstacles[0]}. Set it to 0."
+        )
+
+
+def of_engine(engine: Any, next_prompts: Callable[[], list[list[int]] | None], step: Callable[[], int]) -> Prefetch:
+    """
+    Put a [`Prefetch`] into TRL's vLLM engine, which then waits for what has been asked for before it sends weights.
+
+    Raises:
+        `ValueError`: the server would not return log-probabilities at the temperature of sampling.
+    """
+    mode = engine.vllm_client.get_server_info()["model_config"]["logprobs_mode"]
+    if mode != "processed_logprobs":
+        raise ValueError(
+            f"prefetch_rollouts=1: the vLLM server has --logprobs-mode {mode}. Restart it with "
+            "`--logprobs-mode processed_logprobs`."
+        )
+    prefetch = Prefetch(engine.vllm_client.generate, next_prompts, step)
+    engine.vllm_client.generate = prefetch.generate
+    sync_weights = engine.sync_weights
+
+    def sync_after_request() -> None:
+        prefetch.wait()
+        sync_weights()
+
+    engine.sync_weights = sync_after_request
+    return prefetch

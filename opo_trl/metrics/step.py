@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -80,12 +82,27 @@ class SampleReport:
         values["entropy"] = self.entropy
         return SampleReport(**values)
 
+    def with_left_out(self, batch: Mapping[str, Any]) -> list["SampleReport"]:
+        """
+        This report, of the samples of a micro-batch, and one of those that its step leaves out and that the
+        micro-batch names (`opo_skipped`).
+        """
+        if "opo_filler" not in batch:  # an evaluation, or a run that leaves no sample out
+            return [self]
+        on_policy = "old_per_token_logps" not in batch
+        left_out = partial(SampleReport.of_skipped, mu=batch["opo_mu"].max(), on_policy=on_policy)
+        reports = [self.with_fillers(batch["opo_filler"], left_out(batch["opo_counts"]))]
+        if "opo_skipped" in batch:
+            reports.append(left_out(batch["opo_skipped"]))
+        return reports
+
     @classmethod
     def gather(cls, reports: Sequence["SampleReport"], accelerator: Accelerator) -> "SampleReport":
         """
         All samples of the step, over all processes, by one collective call and one copy to the host; each process has
         the same number.
         """
+        # A row for each sample, and a column for each field in its order
         tables = [torch.stack(list(vars(report).values()), dim=1) for report in reports]
         table = accelerator.gather(torch.cat(tables))
         return cls(*table.cpu().T)
@@ -102,7 +119,8 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     is_unknown = samples.log_ratio.isnan() & ~is_computed
     weights = torch.where(is_unknown, 0.0, samples.weights)
     step = step_metrics(samples.log_ratio, weights, samples.clamped.bool())
-    step["frac_masked"] = (samples.weights == 0).float().mean()
+    step["frac_masked"] = (samples.weights == 0).float().mean()  # those of unknown log-ratio are not masked
+    # Copied first: over a column of the table, a mean would be rounded in another way.
     step["work"] = samples.work.contiguous().mean()
     step["dissipation"] = samples.dissipation.contiguous().mean()
     if objective.is_regression:

@@ -51,7 +51,8 @@ def tokenizer_source(path: str, options: Mapping[str, Any]) -> tuple[str, str | 
 
 def prepared(model: str, args: Any, trainer_options: dict[str, Any]) -> dict[str, Any]:
     """
-    The options of a trainer whose model is named, with its tokenizer if that is an adapter: TRL would take its base's.
+    The options of a trainer whose `model` is a name. For an adapter, the tokenizer that was saved with it is added:
+    TRL would take that of its base model.
 
     Raises:
         `ValueError`: there is an adapter, and another is to be made.
@@ -61,8 +62,8 @@ def prepared(model: str, args: Any, trainer_options: dict[str, Any]) -> dict[str
         return trainer_options
     if trainer_options.get("peft_config") is not None:
         raise ValueError(
-            f"model={model!r} is an adapter already. Remove `peft_config`, in a recipe `use_peft`, to train it on; or "
-            "merge it into its base for a new one."
+            f"model={model!r} is an adapter already. To go on training it, remove `peft_config` (in a recipe: "
+            "`use_peft`). To train a new adapter, merge this one into its base model."
         )
     if trainer_options.get("processing_class") is not None:
         return trainer_options

@@ -1,15 +1,16 @@
 """The models of a trainer: its policy, which a name may load, and the reference of a KL term, a copy of it."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from typing import Any
 
 from torch.nn import Parameter
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import create_model_from_path
+from trl.trainer.utils import create_model_from_path, use_adapter
 
-from ..trl import temporarily
+from ..patching import temporarily
 from . import adapter
 from .frozen_base import local_part
 
@@ -44,3 +45,15 @@ def _frozen_copy(model: Any) -> Any:
     for buffer in model.buffers():
         copies[id(buffer)] = buffer.clone()
     return deepcopy(model, copies).eval()
+
+
+@contextmanager
+def active(trainer: Any) -> Iterator[Any]:
+    """The reference model of a TRL trainer; or its policy, within this context with the adapter of the reference."""
+    if trainer.ref_model is not None:
+        yield trainer.ref_model
+        return
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    # A copy of the policy's first adapter, or the base model without any.
+    with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+        yield trainer.model

@@ -37,6 +37,8 @@ class Diagnostic:
 
     def range(self) -> str:
         """The values within the bounds, in words."""
+        if self.fact == "rise":  # measured in units of its margin
+            return "a rise of at least its ±"
         if math.isinf(self.high):
             bounds = f"at least {self.low:g}"
         elif math.isinf(self.low):
@@ -71,7 +73,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
         Diagnostic("pull-back", "grad_norm", "over_on_policy", high=10, off_policy=True),
         Diagnostic("escort", "opo/escort/ess", "median", low=min(2.0, 0.6 * group_size)),
         Diagnostic("χ²", "opo/chi2", "median", high=most_chi2, off_policy=True),
-        Diagnostic("kept", "opo/conservation_residual", "median", low=-0.5, off_policy=True),
+        Diagnostic("kept", "opo/conservation_residual", "left", low=0.5, off_policy=True),
         Diagnostic("ratios", "opo/ratio/ess", "low", low=least_ess),
         Diagnostic("clipped", "clip_ratio/region_mean clip_ratio", "mean", high=most_clipped),
         Diagnostic("target", "opo/target_fit", "median", low=-0.05, off_policy=True),
@@ -91,11 +93,11 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
 
 
 _RANGES = {
-    "rise": " times the ± of the trend",
     "last": " at the end",
     "ratio": " times the first",
     "over_on_policy": " times on-policy",
     "median": " in the median",
+    "left": " of it in the median",
     "mean": " on average",
     "low": " in nine of ten",
     "most": " in every entry",
@@ -111,7 +113,7 @@ _SENTENCES = {
     "pull-back": "Gradient norm of off-policy steps was {over_on_policy:.2g} times that of on-policy steps",
     "escort": "Escort effective sample size stayed at {median:.1f}",
     "χ²": "χ² to the behaviour policy in off-policy steps was {median:.2g}",
-    "kept": "Probability kept by the completions trained on changed by {median:+z.0%} in off-policy steps",
+    "kept": "Completions had {left:.0%} of the probability that they were sampled with, in off-policy steps",
     "ratios": "Effective sample size of the ratios to the behaviour policy was at least {low:.0%} of the completions "
     "in nine of ten optimizer steps",
     "clipped": "Clipped ratios were {mean:.2%} on average, and {most:.2%} at most",
@@ -232,6 +234,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "ratio": _ratio(last, start) if len(values) >= _FEWEST_OF_A_TREND else math.nan,
         "mean": float(np.mean(values)),
         "median": median,
+        "left": 1 + median,
         "low": float(np.quantile(values, 0.1)),
         "most": max(values),
         "total": sum(values),
@@ -423,7 +426,9 @@ def conclusion(verdicts: Sequence[Verdict]) -> str:
     sentences = []
     if wrong:
         sentences.append(f"Wrong: {len(wrong)} of {n_judged} diagnostics, {', '.join(wrong)}.")
-    if look:
+    if look and wrong:
+        sentences.append(f"Also look at {', '.join(look)}.")
+    elif look:
         sentences.append(f"Look at {len(look)} of {n_judged} diagnostics: {', '.join(look)}.")
     if not sentences:
         some_are_healthy = f"Healthy: {n_judged} of {len(verdicts)} diagnostics."

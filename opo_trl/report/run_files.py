@@ -31,6 +31,12 @@ def is_run(folder: Path) -> bool:
     return (folder / SETTINGS).is_file()
 
 
+def another_run(folder: str) -> ValueError:
+    """The error of a new run whose folder describes one already."""
+    fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
+    return ValueError(f"output_dir={folder!r} holds another run. Choose another `output_dir`, {fix}.")
+
+
 def is_finished(folder: Path) -> bool:
     """Whether the run in this folder has ended."""
     return "after" in read_summary(folder)
@@ -52,11 +58,8 @@ def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """
-    The log of a run, which may be gzipped (`log.jsonl.gz`); empty if there is none. A `ValueError` if an entry has no
-    number as its `step`.
-    """
-    log = files.read_lines(folder / LOG) or files.read_lines(folder / f"{LOG}.gz")
+    """The log of a run; empty if there is none. A `ValueError` if an entry has no number as its `step`."""
+    log = files.read_lines(folder / LOG)
     for place, entry in enumerate(log, 1):
         if math.isnan(number(entry, "step")):
             raise ValueError(f"The log in {str(folder)!r} cannot be read: entry {place} has no number as its `step`.")

@@ -264,12 +264,7 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
             f"{folder!r} holds shards of {saved['processes']} processes, but this run has {current['processes']}. "
             f"Set `num_processes` to {saved['processes']}."
         )
-    # What holds of the checkpoint and keeps a run from going on with other settings, and what else the user can do.
-    reason, fix = "", None
-    if state["position"] > 0:
-        reason, fix = "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
-    elif trainer.args.max_staleness and state["replay"]:
-        reason, fix = "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
+    reason, fix = _why_rollouts_stay_alike(state, trainer.args)
     expected = _expected(saved, current, same_sizes=fix is not None)
     # Another release of PEFT may have entries that the checkpoint lacks.
     differing = [name for name in current if expected.get(name, current[name]) != current[name]]
@@ -291,6 +286,18 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
         message = f"The run goes on with {here} in place of {there}, so it is no longer a single trajectory"
         logger.warning_once(f"{folder!r}: {message}.")
     return {**state, "position": converted(state["position"], saved, current)}
+
+
+def _why_rollouts_stay_alike(state: Mapping[str, Any], args: OPOConfig) -> tuple[str, str | None]:
+    """
+    Why a run that resumes a checkpoint has to make rollouts as before, as a part of a sentence, and what the user can
+    do instead; `None` if it need not.
+    """
+    if state["position"] > 0:
+        return "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
+    if args.max_staleness and state["replay"]:
+        return "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
+    return "", None
 
 
 def _listed(settings: Mapping[str, Any], names: list[str], data: str) -> str:

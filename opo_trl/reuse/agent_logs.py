@@ -394,8 +394,10 @@ def as_chat(message: Row, place: str) -> Row:
 
 
 def _as_call(call: Any, place: str) -> Mapping[str, Any]:
-    """A call as OpenAI writes it, also if it is written without `function`."""
-    function = call.get("function") or call if isinstance(call, Mapping) else call
+    """A call as OpenAI writes it: `{"function": {"name": …, "arguments": …}}`; logs may lack the outer mapping."""
+    function = call
+    if isinstance(call, Mapping) and call.get("function"):
+        function = call["function"]
     if isinstance(function, Mapping) and {"name", "arguments"} <= function.keys():
         return _function(call, "name", "arguments") if function is call else call
     kind = "not as OpenAI writes it"

@@ -9,6 +9,8 @@ from typing import Any
 from transformers import ProcessorMixin
 from trl.trainer.utils import remove_none_values
 
+from ..checks.text import without_white_space
+
 
 Message = Mapping[str, Any]
 
@@ -108,10 +110,10 @@ def _in_other_words(message: Message, word: str) -> tuple[dict[str, Any], int]:
 
 def check_context(text_with_words: str, expected: Sequence[Expected]) -> None:
     """Raise an [`UnfaithfulError`] if the text of [`messages_in_other_words`] lacks something that is expected."""
-    squeezed = _squeezed(text_with_words)
+    text = without_white_space(text_with_words)
     for message in expected:
         is_rendered = text_with_words.count(message.word) >= message.count
-        if not is_rendered or not all(_is_in(squeezed, part) for part in _parts(message.arguments)):
+        if not is_rendered or not all(_is_in(text, part) for part in _parts(message.arguments)):
             raise UnfaithfulError(f"the chat template leaves out something of a message of {message.role!r}")
 
 
@@ -125,9 +127,9 @@ def check_turn(message: Message, written: str) -> None:
     unknown = message.keys() - {"role", "content", *_TRAINABLE}
     if not content and unknown:  # A model may also end a turn at once.
         raise UnfaithfulError("a turn of the assistant is empty, but for fields that are not known")
-    squeezed = _squeezed(written)
+    text = without_white_space(written)
     for name, value in content.items():
-        if not all(_is_in(squeezed, part) for part in _parts(value)):
+        if not all(_is_in(text, part) for part in _parts(value)):
             raise UnfaithfulError(f"the chat template leaves out something of {name!r} of a turn")
 
 
@@ -142,14 +144,9 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_in(squeezed: str, part: Any) -> bool:
-    """Whether a text or number is in a squeezed text: plainly, in JSON or in Python, as templates write it."""
+def _is_in(text: str, part: Any) -> bool:
+    """Whether a text without white space has a text or number in it: plain, in JSON or in Python, as templates do."""
     in_json = json.dumps(part, ensure_ascii=False)
     in_ascii = json.dumps(part)
     forms = (str(part), in_json.strip('"'), in_ascii.strip('"'), repr(part).strip("'"))
-    return any(_squeezed(form) in squeezed for form in forms)
-
-
-def _squeezed(text: str) -> str:
-    """A text without its white space, which templates change."""
-    return "".join(text.split())
+    return any(without_white_space(form) in text for form in forms)

@@ -169,11 +169,13 @@ def _dataset_of_groups(groups: Sequence[Rows], names: Sequence[str]) -> Dataset:
     of_group = ["prompt"]
     of_completion = [] if _is_equal_in_groups("prompt", groups) else ["prompt"]
     for name in names:
-        if name in KNOWN and name != "prompt":
+        if name in ("prompt", "group"):
+            continue
+        is_for_rewards = name not in KNOWN
+        if is_for_rewards and _is_equal_in_groups(name, groups):
+            of_group.append(name)
+        else:
             of_completion.append(name)
-        elif name not in KNOWN and name != "group":
-            is_equal = _is_equal_in_groups(name, groups)
-            (of_group if is_equal else of_completion).append(name)
     columns: dict[str, list[Any]] = {}
     for name in of_group:
         columns[name] = [group[0].get(name) for group in groups]

@@ -430,10 +430,11 @@ class _Tokenization:
         self.template_options = trainer.chat_template_kwargs
         self.end_token_ids = trainer.eos_token_ids
         self.source = f"rollouts={trainer.args.rollouts!r}"
-        self.end = self._end_of_turn(prompt)
+        self.end_token_id = self._end_of_turn(prompt)
+        # For a warning and notes at the end:
         self.n_texts = 0
         self.n_unique = 0  # texts whose tokens do not depend on whether the prompt is before them
-        self.n_added_thoughts = 0
+        self.n_added_thoughts = 0  # turns to which the chat template adds an empty thought
         self.left_out: defaultdict[str, list[str]] = defaultdict(list)  # by reason, where they are
 
     def _end_of_turn(self, prompt: Any) -> int | None:
@@ -498,9 +499,9 @@ class _Tokenization:
 
     def _tokens_of_text(self, text: str) -> list[int]:
         ids = self._ids(text)
-        if self.end is None or (ids and ids[-1] in self.end_token_ids):
+        if self.end_token_id is None or (ids and ids[-1] in self.end_token_ids):
             return ids
-        return [*ids, self.end]
+        return [*ids, self.end_token_id]
 
     def _is_unique(self, row: Row) -> bool:
         """Whether the text of prompt and completion has the tokens that they have each for itself."""

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from ..batch import Batch, concatenate, take
+from ..contract import MULTIMODAL_KEYS
 from ..groups import have_spread
-from ..trl import MULTIMODAL_KEYS
 
 
 @dataclass

@@ -138,6 +138,7 @@ def _why_unfaithful(template: "ChatTemplate", messages: Sequence[Message], row: 
     """What of the messages is not in the text of a row; `None` if all is."""
     try:
         last_turn = max(row.turns)
+        # The messages around the row's turns; the turns themselves are checked below, in the row's own text.
         template.check(messages[: last_turn + 1], row.turns)
         for turn, (start, end) in row.turns.items():
             # A thought may begin in the generation prompt.

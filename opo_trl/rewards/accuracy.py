@@ -128,11 +128,13 @@ def score(completion: str, solution: str) -> float | None:
     gold_value = notation.without_thousands(gold_value)
     answer_value = notation.without_thousands(answer_value)
     parsed_gold = _parse(gold_value)
-    if not parsed_gold:
-        if gold_words:
-            return 0.0
-        return None if parsed_gold is None else _score_text(gold, answer)
-    if not is_same_unit or notation.is_date_or_time(gold) or _has_another_form(gold_value, answer_value):
+    if parsed_gold is None:  # too long for the limit, or an error of the parser
+        return 0.0 if gold_words else None
+    if not parsed_gold:  # no mathematics to the parser
+        return 0.0 if gold_words else _score_text(gold, answer)
+    if not is_same_unit or notation.is_date_or_time(gold):
+        return 0.0
+    if _has_another_form(gold_value, answer_value):  # such as `2+2` for 4, or a set for a pair
         return 0.0
     parsed_answer = _parse(answer_value)
     if not parsed_answer:
@@ -149,7 +151,10 @@ def _gold_answer(solution: str) -> str:
 
 
 def _score_text(gold: str, answer: str) -> float | None:
-    r"""Score against a gold answer that is no mathematics to the parser, such as `x \equiv 3 \pmod 7`."""
+    r"""
+    Score against a gold answer that is no mathematics to the parser, such as `x \equiv 3 \pmod 7`. `None` if the gold
+    answer cannot be read as text either.
+    """
     boxed_gold = final_answer(f"\\boxed{{{gold}}}") or ""
     if not notation.is_text(gold) or not notation.same_string(gold, boxed_gold):
         return None

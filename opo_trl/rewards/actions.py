@@ -14,7 +14,6 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -99,19 +98,6 @@ def action_reward(
     if log_extra is not None:
         log_extra("verdict", verdicts)
     return [float(verdict == SAME) for verdict in verdicts]
-
-
-def reads_actions(reward: Any) -> bool:
-    """Whether a reward function is [`action_reward`], perhaps with some arguments."""
-    return (reward.func if isinstance(reward, partial) else reward) is action_reward
-
-
-def with_tokenizer(reward: Any, tokenizer: Any) -> Any:
-    """[`action_reward`] with a tokenizer, unless it has one; any other reward function as it is."""
-    if not reads_actions(reward):
-        return reward
-    keywords = reward.keywords if isinstance(reward, partial) else {}
-    return partial(reward, **{"tokenizer": tokenizer, **keywords})
 
 
 def logged_action(message: Mapping[str, Any]) -> Action:
@@ -246,6 +232,10 @@ class ActionReader:
         if _is_number(logged) and _is_number(value):
             return _are_close(logged, value)
         return type(logged) is type(value) and logged == value
+
+
+# The trainer calls it when it is made, so that a tokenizer whose calls cannot be read is rejected before a run.
+action_reward.check_tokenizer = ActionReader  # type: ignore[attr-defined]
 
 
 def normalized(text: str) -> str:

@@ -1,31 +1,57 @@
 """Rewards that run in the training process: an error names the reward, and an exit does not end the run silently."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any
 
 from torch.nn import Module
 from trl.trainer.utils import is_async_callable
 
-from ..trl import temporarily
-from .actions import with_tokenizer
+from ..patching import temporarily
 from .errors import CountingReward, RewardError, error_text, numbers
 
 
-def checked(trainer: Any) -> AbstractContextManager[None]:
+def checked(trainer: Any, tokenizer: Any) -> AbstractContextManager[None]:
     """
-    Within this context, failures of a trainer's reward functions raise a [`RewardError`] that names the function.
+    Within this context, a trainer's reward functions get its tokenizer if they ask for one ([`with_tokenizer`]), and
+    their failures raise a [`RewardError`] that names the function.
 
     The functions are wrapped only while TRL calls them; otherwise the trainer holds the user's own objects.
     """
     named_rewards = zip(trainer.reward_funcs, trainer.reward_func_names, strict=True)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     checked_rewards = [checked_reward(with_tokenizer(reward, tokenizer), name) for reward, name in named_rewards]
     return temporarily(trainer, reward_funcs=checked_rewards)
 
 
+def with_tokenizer(reward: Any, tokenizer: Any) -> Any:
+    """A reward function with a tokenizer, if it has a parameter `tokenizer` without a value; any other as it is."""
+    try:
+        parameters = signature(reward).parameters
+    except ValueError:  # a function in C may have none that can be read
+        return reward
+    parameter = parameters.get("tokenizer")
+    asks_for_one = parameter is not None and (parameter.default is None or parameter.default is parameter.empty)
+    return partial(reward, tokenizer=tokenizer) if asks_for_one else reward
+
+
+def check_tokenizer(rewards: Sequence[Any], tokenizer: Any) -> None:
+    """
+    Have reward functions check the tokenizer that they get, before a run: those with an attribute `check_tokenizer`, a
+    function of it.
+    """
+    for reward in rewards:
+        function = with_tokenizer(reward, tokenizer)
+        if isinstance(function, partial) and hasattr(function.func, "check_tokenizer"):
+            function.func.check_tokenizer(function.keywords["tokenizer"])
+
+
 def checked_reward(reward: Any, name: str) -> Any:
-    """A reward function whose failures raise a [`RewardError`] that names it; models and isolated rewards are kept."""
+    """
+    A reward function whose failures raise a [`RewardError`] that names it. Reward models stay as they are, since TRL
+    calls them in its own way, and so does a [`CountingReward`], which never fails.
+    """
     if isinstance(reward, Module | CountingReward):
         return reward
 
@@ -48,7 +74,9 @@ def _naming(name: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = None if isinstance(error, StopIteration) else error  # `contextlib` would raise that one again
+        # `contextlib` takes a `RuntimeError` caused by a `StopIteration`, which it has thrown into this generator, for
+        # a sign of the latter, and raises that again.
+        cause = None if isinstance(error, StopIteration) else error
         raise RewardError(
             f"The reward function {name} has raised {error_text(error)}. "
             "Return a list with one number, or None, for each completion."

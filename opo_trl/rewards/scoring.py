@@ -29,13 +29,12 @@ from typing import Any, NoReturn
 import psutil
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from ..fields import WORKER_MEMORY, require
 from .errors import CountingReward, RewardError, error_text, numbers
 
 
 logger = logging.getLogger(__name__)
 
-# MiB of a worker. With 60, math-verify silently fails to parse right answers; with 384, 10,000 boxes no longer fit.
-LEAST_MEMORY = 512
 # Seconds for a worker to start, including imports from a slow file system.
 START_LIMIT = 120
 
@@ -90,8 +89,7 @@ class IsolatedReward(CountingReward):
     """
 
     def __init__(self, reward: Callable[..., Any], workers: int = 4, timeout: float = 30.0, memory: int = 2048):
-        if memory < LEAST_MEMORY:  # right answers would silently be wrong
-            raise ValueError(f"memory={memory} is too small for a worker. Set `memory` to {LEAST_MEMORY} or more.")
+        require(WORKER_MEMORY.holds(memory), "memory", memory, WORKER_MEMORY.text)
         self.__name__ = getattr(reward, "__name__", type(reward).__name__)
         if getattr(reward, "__module__", None) == "__main__":
             raise ValueError(f"reward={self.__name__} is of the main script. Define it in a module of its own.")

@@ -23,11 +23,11 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from .. import __version__, contract
+from ..compatibility import TESTED
 from ..config import OPOConfig
 from ..data.arithmetic import base_model_path, make_problems
 from ..generation.first_step import FirstStep
 from ..trainer import OPOTrainer
-from ..trl import TESTED
 from .reference import Completion, Reference, Weights, chosen
 
 

@@ -67,7 +67,10 @@ def columns(lengths: np.ndarray, *, most: np.ndarray | tuple[int, int]) -> dict[
 
 
 class Shapes(NamedTuple):
-    """The shapes that the parts of one size have: an array each, by the part's first completion."""
+    """
+    The shapes of all parts of one size, an array each: the first entry is of the part that begins with the first
+    completion, and so on. A part is some completions that follow each other, and may become a micro-batch.
+    """
 
     rows: np.ndarray | int  # that the model computes: of completions, or of prompts
     width: np.ndarray  # tokens of a row, with padding
@@ -81,11 +84,12 @@ class Shapes(NamedTuple):
 
 def _padded_shapes(lengths: np.ndarray) -> Iterator[Shapes]:
     """Shapes of the parts of 1, 2, … completions, with a row for each completion."""
+    # The longest prompt and completion of each part. A part is one of the size before, with one more completion.
     longest = np.zeros_like(lengths)
     for size in range(1, len(lengths) + 1):
         n_parts = len(lengths) - size + 1
-        last = lengths[size - 1 :]  # the completions that these parts end with
-        longest = np.maximum(longest[:n_parts], last)
+        added = lengths[size - 1 :]
+        longest = np.maximum(longest[:n_parts], added)
         yield Shapes(size, longest.sum(axis=1), longest[:, 1])
 
 
@@ -94,17 +98,17 @@ class Prompts:
     """Prompts of completions, where a model can compute them once."""
 
     of_completion: np.ndarray  # the prompt of each completion, as any number, `[B]`
-    # Tokens to which attention costs as much as the rest of a layer: with shared prompts it is computed between all
-    # completions of a prompt, and masked.
-    balance: float
+    # Width of a row at which attention costs as much as the rest of a layer. With shared prompts, attention is
+    # computed between all completions of a prompt, and masked.
+    break_even_width: float
 
     def take(self, completions: np.ndarray) -> "Prompts":
         """The prompts of some completions."""
-        return Prompts(self.of_completion[completions], self.balance)
+        return Prompts(self.of_completion[completions], self.break_even_width)
 
     def cost(self, tokens: np.ndarray, width: np.ndarray) -> np.ndarray:
         """Cost of some tokens in rows of this width, in tokens without attention."""
-        return tokens * (1 + width / self.balance)
+        return tokens * (1 + width / self.break_even_width)
 
     def order(self, lengths: np.ndarray) -> np.ndarray:
         """Order of completions with those of a prompt together, and prompts by the tokens of all their completions."""
@@ -113,22 +117,27 @@ class Prompts:
         return np.lexsort((prompt, -tokens_of_prompts[prompt]))
 
     def shapes(self, lengths: np.ndarray) -> Iterator[Shapes]:
-        """Shapes of the parts of 1, 2, … completions, sorted by prompt, with a row for each prompt."""
+        """
+        Shapes of the parts of 1, 2, … completions, sorted by prompt, with a row for each prompt.
+
+        A part is one of the size before, with one more completion: it makes the last row longer or, if it is the first
+        of its prompt, begins another row with this prompt.
+        """
         begins_prompt = np.append(True, np.diff(self.of_completion) != 0)
         prompt_lengths, completion_lengths = lengths.T
         width_of_prompt = np.maximum(prompt_lengths - 1, 0)
         width_of_completion = 1 + completion_lengths  # begins with a copy of the prompt's last token
-        width_of_last_row = width = rows = completion = np.zeros(len(lengths), dtype=int)
+        width_of_last_row = width = rows = longest = np.zeros(len(lengths), dtype=int)
         for size in range(1, len(lengths) + 1):
             n_parts = len(lengths) - size + 1
-            last = slice(size - 1, None)  # the completions that these parts end with
-            begins_row = begins_prompt[last] | (size == 1)
-            width_before = np.where(begins_row, width_of_prompt[last], width_of_last_row[:n_parts])
-            width_of_last_row = width_before + width_of_completion[last]
+            added = slice(size - 1, None)
+            begins_row = begins_prompt[added] | (size == 1)
+            width_before = np.where(begins_row, width_of_prompt[added], width_of_last_row[:n_parts])
+            width_of_last_row = width_before + width_of_completion[added]
             width = np.maximum(width[:n_parts], width_of_last_row)
             rows = rows[:n_parts] + begins_row
-            completion = np.maximum(completion[:n_parts], completion_lengths[last])
-            yield Shapes(rows, width, completion)
+            longest = np.maximum(longest[:n_parts], completion_lengths[added])
+            yield Shapes(rows, width, longest)
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ class Limits:
         shapes = _padded_shapes(lengths) if prompts is None else prompts.shapes(lengths)
         for size, shapes_of_size in enumerate(itertools.islice(shapes, largest), 1):
             allowed = self._allowed(size, shapes_of_size, lengths, prompts)
-            if size > self.max_rows and not allowed.any():
+            if size > self.max_rows and not allowed.any():  # nor is any larger part
                 return costs[:size]
             cost = shapes_of_size.tokens
             if prompts is not None:
@@ -157,11 +166,12 @@ class Limits:
         return costs
 
     def _allowed(self, size: int, shapes: Shapes, lengths: np.ndarray, prompts: Prompts | None) -> np.ndarray:
-        """Whether the part of a size that begins at each completion is allowed, bool; `lengths` are of all."""
+        """Which parts of a size are allowed, bool, one for each of its `shapes`; `lengths` are of all completions."""
         allowed = np.ones(len(shapes.width), dtype=bool)
         if size == 1:
             return allowed
-        # Without a plan, a micro-batch has as many tokens as `max_rows` of the longest completion: so many fit.
+        # Without a plan, a micro-batch may be `max_rows` of the longest completion with its prompt, so that much fits
+        # into memory. More completions than `max_rows`, or rows of several, may take no more.
         longest = lengths.sum(axis=1).max(initial=0)
         if size > self.max_rows:
             longest_completion = lengths[:, 1].max(initial=0)
@@ -198,17 +208,19 @@ def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
     bounds, cost = _cheapest(limits.costs(lengths[order]), limits.pass_tokens)
     if prompts is None:
         return Cut(order, bounds, shared=False, cost=cost)
-    tokens = 0.0  # tokens with padding, and as many more as attention between them costs
+    # The cost again, with that of attention between tokens, by which shared prompts are judged
+    padded_tokens = 0.0
     for part in np.split(order, bounds):
         width = lengths[part].max(axis=0, initial=0).sum()
-        tokens += float(prompts.cost(len(part) * width, width))
-    padded = Cut(order, bounds, shared=False, cost=tokens + limits.pass_tokens * (len(bounds) + 1))
+        padded_tokens += float(prompts.cost(len(part) * width, width))
+    passes = limits.pass_tokens * (len(bounds) + 1)
+    padded = Cut(order, bounds, shared=False, cost=padded_tokens + passes)
     by_prompt = prompts.order(lengths)
     shared_costs = limits.costs(lengths[by_prompt], prompts.take(by_prompt))
     bounds, cost = _cheapest(shared_costs, limits.pass_tokens)
     shared = Cut(by_prompt, bounds, shared=True, cost=cost)
     shared_tokens = shared.cost - limits.pass_tokens * shared.n_parts
-    saves_tokens = shared_tokens < (1 - WORTH_SHARING) * tokens
+    saves_tokens = shared_tokens < (1 - WORTH_SHARING) * padded_tokens
     return shared if saves_tokens and shared.cost < padded.cost else padded
 
 

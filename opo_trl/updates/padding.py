@@ -57,10 +57,28 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
     positions are shifted by one, which only rounding notices where positions are relative; or 0.0007 nats in float32,
     0.06 in float16 and 0.18 in bfloat16. Two equal passes would be equal to the bit.
     """
-    model = trainer.model
     prompt, completion = _longest(input_ids, attention_mask, width)
     # The tokens where they meet
-    prompt, completion = prompt[-MOST_TOKENS:], completion[:MOST_TOKENS]
+    padded_left, padded_right, noise = _distances(trainer, prompt[-MOST_TOKENS:], completion[:MOST_TOKENS])
+    n_prompt_columns = input_ids.size(1) - width
+    widest = n_prompt_columns + (trainer.args.max_completion_length or width)
+    # A model that may scale its positions by the width of the batch counts as infinitely far away.
+    may_scale = widest > _context(trainer.model.config)
+    scaled = noise.new_tensor(torch.inf if may_scale else 0.0)
+    numbers = torch.stack([padded_left, padded_right, scaled, noise]).unsqueeze(0)
+    of_processes = trainer.accelerator.gather(numbers.to(trainer.accelerator.device))
+    distances, noises = of_processes.tensor_split([3], dim=1)
+    least_bound = 2 * _precision(trainer) ** 0.5
+    bounds = (4 * noises).clamp(min=least_bound)
+    return bool((distances <= bounds).all())
+
+
+def _distances(trainer: Any, prompt: Tensor, completion: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    How far the log-probabilities of a completion's tokens are from those without padding, as a root mean square: with
+    padding on the left, with padding on the right, and by the rounding of other positions alone.
+    """
+    model = trainer.model
     ids = torch.cat([prompt, completion]).unsqueeze(0)
     n_scored = len(completion)
 
@@ -82,17 +100,7 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
         noise = distance(logps(first=2), logps(first=1))  # some models reset themselves at position 0
         padded_left = distance(logps(left=8), alone)
         padded_right = distance(logps(right=8), alone)
-    n_prompt_columns = input_ids.size(1) - width
-    longest = n_prompt_columns + (trainer.args.max_completion_length or width)
-    # A model that may scale its positions by the width of the batch counts as infinitely far away.
-    may_scale = longest > _context(model.config)
-    scaled = alone.new_tensor(torch.inf if may_scale else 0.0)
-    numbers = torch.stack([padded_left, padded_right, scaled, noise]).unsqueeze(0)
-    of_processes = trainer.accelerator.gather(numbers.to(trainer.accelerator.device))
-    distances, noises = of_processes.tensor_split([3], dim=1)
-    least_bound = 2 * _precision(trainer) ** 0.5
-    bounds = (4 * noises).clamp(min=least_bound)
-    return bool((distances <= bounds).all())
+    return padded_left, padded_right, noise
 
 
 def _longest(input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 
 from ..batch import Batch, as_batch, exchange, model_inputs, resize, take, to_device
 from ..config import OPOConfig, updates_in_backward
-from ..trl import MULTIMODAL_KEYS
+from ..contract import MULTIMODAL_KEYS
 from . import shared_prompts
 from .cutting import FEWEST_PASSES, PASS_TOKENS, Limits, Prompts, best_cut, columns, cut, partition
 from .sample_info import SampleInfo
@@ -31,9 +31,15 @@ class Planner:
     args: OPOConfig
     accelerator: Accelerator
     communicates: bool  # whether processes communicate in every pass, as under ZeRO-2, ZeRO-3 and FSDP
-    # What attention costs in the policy (`shared_prompts.attention_balance`); `None`: prompts are not shared
-    balance: float | None = None
+    # Width of a row from which attention costs more than the rest of the policy ([`shared_prompts.break_even_width`]);
+    # `None`: its prompts are not computed once for their completions
+    break_even_width: float | None = None
     plans: bool = True  # whether micro-batches may have other widths than the rollout
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether prompts are computed once for their completions, where that costs less."""
+        return self.break_even_width is not None
 
     def micro_batches(self, steps: Sequence[Batch], left_out: Iterable[Tensor]) -> Iterator[list[Batch]]:
         """
@@ -80,16 +86,16 @@ class Planner:
         # If any process has images, none cuts: under ZeRO-3 or FSDP each pass is a collective call.
         if not info.exchangeable.all():
             return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-        balance = None  # each completion is computed with a prompt of its own
+        break_even_width = None  # each completion is computed with a prompt of its own
         # Where a quantile of entropies decides, entropies of equal contexts must be equal to the bit, as they are in
         # rows of their own.
-        if self.balance is not None and self.args.top_entropy_quantile == 1.0:
+        if self.shares_prompts and self.args.top_entropy_quantile == 1.0:
             # The model may be another one than the policy, and may not be able to share prompts: `None`, too.
-            balance = shared_prompts.attention_balance(self.accelerator.unwrap_model(model))
+            break_even_width = shared_prompts.break_even_width(self.accelerator.unwrap_model(model))
         limits = self._limits(batch_size)
-        n_micro_batches, _ = _needed(info, balance, limits)
+        n_micro_batches, _ = _needed(info, break_even_width, limits)
         local = info[self.accelerator.process_index]
-        prompts = _prompts(local, balance)
+        prompts = _prompts(local, break_even_width)
         all_completions = np.arange(n_completions)
         logps_of_tokens = torch.zeros_like(completion_ids, dtype=torch.float32)
         entropies = torch.zeros_like(logps_of_tokens)
@@ -105,28 +111,12 @@ class Planner:
 
     def _cut_step(self, batch: Batch, info: SampleInfo) -> list[Batch]:
         """Micro-batches of this process for an optimizer step, of whose completions `info` is: `[processes, B]`."""
-        process = self.accelerator.process_index
         # The lengths of completions do not tell how much memory images and lists need.
         only_tokens = bool(info.exchangeable.all())
         limits = self._limits(self.args.per_device_train_batch_size, fill=only_tokens)
-        balance = self.balance if only_tokens else None
-        # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
-        # process with fewer passes than the others would leave them waiting forever.
-        n_micro_batches, cost = _needed(info, balance, limits)
-        n_processes = len(info)
-        if n_processes > 1 and only_tokens:
-            # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
-            # process computes the same partition, and takes its own part.
-            on_all = info.on_all_processes()
-            assigned = partition(on_all.lengths, on_all.left_out, n_processes)
-            exchanged = on_all[assigned]
-            n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, balance, limits)
-            # An exchange may part the completions of a prompt, which are then computed with a prompt each.
-            if balance is None or cost_exchanged < cost:
-                widths = columns(on_all.lengths, most=on_all.columns.max(axis=0))
-                batch = exchange(resize(batch, **widths), assigned[process], self.accelerator)
-                info, n_micro_batches = exchanged, n_micro_batches_exchanged
-        local = info[process]
+        break_even_width = self.break_even_width if only_tokens else None
+        batch, info, n_micro_batches = self._exchanged(batch, info, limits, break_even_width)
+        local = info[self.accelerator.process_index]
         # No micro-batch may be empty: a process with too few other completions computes some that could be left out.
         computed_first = np.argsort(local.left_out, kind="stable")
         n_with_gradient = int(np.count_nonzero(~local.left_out))
@@ -134,10 +124,36 @@ class Planner:
         counts = _counts(batch)
         filler = to_device(local.left_out, counts.device)
         batch = {**batch, "opo_counts": counts, "opo_filler": filler}
-        parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, balance))
+        parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, break_even_width))
         micro_batches = [micro_batch for _, micro_batch in parts]
         micro_batches[-1]["opo_skipped"] = counts[to_device(not_computed, counts.device)]
         return micro_batches
+
+    def _exchanged(
+        self, batch: Batch, info: SampleInfo, limits: Limits, break_even_width: float | None
+    ) -> tuple[Batch, SampleInfo, int]:
+        """
+        The completions of a step that this process computes, what all processes know of theirs, and how many
+        micro-batches each of them makes. Processes have exchanged completions if that costs less.
+        """
+        # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
+        # process with fewer passes than the others would leave them waiting forever.
+        n_micro_batches, cost = _needed(info, break_even_width, limits)
+        n_processes = len(info)
+        if n_processes == 1 or not info.exchangeable.all():
+            return batch, info, n_micro_batches
+        # Completions differ in length, and the process with the longest ones would keep the others waiting. Every
+        # process computes the same partition, and takes its own part.
+        on_all = info.on_all_processes()
+        assigned = partition(on_all.lengths, on_all.left_out, n_processes)
+        exchanged = on_all[assigned]
+        n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, break_even_width, limits)
+        # An exchange may part the completions of a prompt, which are then computed with a prompt each.
+        if break_even_width is not None and cost_exchanged >= cost:
+            return batch, info, n_micro_batches
+        widths = columns(on_all.lengths, most=on_all.columns.max(axis=0))
+        own = assigned[self.accelerator.process_index]
+        return exchange(resize(batch, **widths), own, self.accelerator), exchanged, n_micro_batches_exchanged
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
         """Limits of a micro-batch of at most `max_rows` completions; `fill`: whether short ones may be more."""
@@ -147,9 +163,9 @@ class Planner:
             max_rows,
             self.args.max_tokens_per_micro_batch,
             # Micro-batches are not filled on a CPU, where a pass costs little; nor for the fewest passes, which would
-            # take any amount of padding; nor for models without `balance`, which may need more memory than their
-            # tokens say.
-            fill=fill and on_gpu and not fewest and self.balance is not None,
+            # take any amount of padding; nor for models that cannot share prompts, which may need more memory than
+            # their tokens say.
+            fill=fill and on_gpu and not fewest and self.shares_prompts,
             pass_tokens=FEWEST_PASSES if fewest else PASS_TOKENS["gpu" if on_gpu else "cpu"],
         )
 
@@ -165,21 +181,28 @@ def _counts(batch: Batch) -> Tensor:
     return counts
 
 
-def _prompts(local: SampleInfo, balance: float | None) -> Prompts | None:
+def _prompts(local: SampleInfo, break_even_width: float | None) -> Prompts | None:
     """The prompts of a process's completions, if they are computed once."""
-    return None if balance is None else Prompts(local.prompt, balance)
+    return None if break_even_width is None else Prompts(local.prompt, break_even_width)
 
 
-def _needed(info: SampleInfo, balance: float | None, limits: Limits) -> tuple[int, float]:
+def _needed(info: SampleInfo, break_even_width: float | None, limits: Limits) -> tuple[int, float]:
     """Most micro-batches, and highest cost, that a process needs for its completions; `info` is `[processes, B]`."""
     most, highest_cost = 0, 0.0
     for process in range(len(info)):
         local = info[process]
         with_gradient = local[~local.left_out]
-        process_cut = best_cut(with_gradient.lengths, limits, _prompts(with_gradient, balance))
+        process_cut = best_cut(with_gradient.lengths, limits, _prompts(with_gradient, break_even_width))
         most = max(most, process_cut.n_parts)
         highest_cost = max(highest_cost, process_cut.cost)
     return most, highest_cost
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether processes communicate in every pass of a trainer: for gradients under ZeRO-2, or also for parameters."""
+    if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage >= 2:
+        return True
+    return trainer.is_fsdp_enabled or getattr(trainer, "is_distributed_loading_by_transformers", False)
 
 
 @contextmanager

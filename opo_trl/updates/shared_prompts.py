@@ -4,6 +4,17 @@ Forward passes that compute a prompt once for all its completions in a micro-bat
 A row then holds a prompt and, one after the other, its completions. Each completion attends to the prompt and to
 itself, at the positions that it has in a row of its own, so its log-probabilities are the same up to rounding. It
 begins with a copy of the prompt's last token, which predicts its first.
+
+An example: the prompt 8 9 with the completions 1 and 2 3. TRL computes the two rows of a table, 8 9 1 and 8 9 2 3.
+Here the model computes one row, in which the prompt is segment 0:
+
+>>> batch = {"prompt_ids": torch.tensor([[8, 9], [8, 9]]), "completion_ids": torch.tensor([[1, 0], [2, 3]])}
+>>> table = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+>>> arranged = arrange(batch, lengths=np.array([[2, 1], [2, 2]]), prompts=np.array([5, 5]))
+>>> table.flatten()[arranged["opo_source"]]
+tensor([[8, 9, 1, 9, 2, 3]])
+>>> arranged["opo_segment"]
+tensor([[0, 1, 1, 2, 2, 2]])
 """
 
 from functools import partial
@@ -21,10 +32,11 @@ from ..batch import Batch, to_device
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # gated MLP, rotary positions, no other layers
 
 
-def attention_balance(model: PreTrainedModel) -> float | None:
+def break_even_width(model: PreTrainedModel) -> float | None:
     """
-    Number of tokens to which attention costs as much as the rest of a layer. `None` for a model that may compute
-    something else if a prompt is computed once for its completions: prompts must not be shared then.
+    Width of a row, in tokens, at which attention costs as much as the rest of a layer: attention costs more the wider
+    the row. `None` for a model that may compute something else if a prompt is computed once for its completions:
+    prompts must not be shared then.
 
     That needs full attention to whatever a 4-D mask allows, which only SDPA takes, at rotary positions that are given.
     """
@@ -52,15 +64,16 @@ def hashes(batch: Batch) -> Tensor:
     A number for each completion's prompt, `[B]`: equal for equal prompts, and for others with a probability of about
     2^-45 or less, whatever their padding.
     """
-    ids, mask = batch["prompt_ids"], batch["prompt_mask"]
+    ids = batch["prompt_ids"]
+    mask = batch["prompt_mask"].bool()
+    # A random factor and offset for each column. They are drawn from the right, as prompts are padded on the left: a
+    # prompt has the same ones in a table of any width.
     random = np.random.default_rng(0)
-    # A factor and an offset for each column, counted from the right: prompts are padded on the left.
     from_the_right = random.integers(-(2**63), 2**63, (ids.size(1), 2))
-    coefficients = from_the_right[::-1].T.copy()
-    factor, offset = to_device(coefficients, ids.device)
-    terms = ids * factor + offset
-    # The sum wraps around.
-    return torch.where(mask.bool(), terms, 0).sum(dim=1)
+    of_columns = from_the_right[::-1].copy()
+    factors, offsets = to_device(of_columns, ids.device).unbind(dim=1)
+    terms = ids * factors + offsets
+    return torch.where(mask, terms, 0).sum(dim=1)  # It wraps around, so the number may be any of 64 bits.
 
 
 def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
@@ -68,40 +81,44 @@ def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
     Where the tokens of completions go that share their prompts; those of a prompt follow each other in the batch.
 
     `lengths` are tokens of prompts and of completions, `[B, 2]`, and `prompts` tells prompts apart, by any number,
-    `[B]`. Returns `opo_source` and `opo_segment`, `[number of prompts, width]`: the place of a token in the batch's
-    table `[B, P + T]`, row by row, and 0 for the prompt, otherwise the number of its completion; both are −1 where
-    there is no token. Besides, `opo_shape`.
+    `[B]`. Returns for each token, `[number of prompts, width]`:
+
+    - `opo_source`: its place in the batch's table `[B, P + T]`, counted row by row;
+    - `opo_segment`: 0 for the prompt, otherwise the number of its completion, from 1 on;
+
+    both −1 where there is no token. Besides, `opo_shape`, the shape of the table.
     """
     shape = _shape(batch)
     n_completions, n_completion_columns, n_prompt_columns = shape
     width_of_table = n_prompt_columns + n_completion_columns
-    begins = np.arange(n_completions) * width_of_table + n_prompt_columns  # places of the completions' first tokens
-    first_of_prompts = 1 + np.flatnonzero(np.diff(prompts))
-    rows = []
-    for group in np.split(np.arange(n_completions), first_of_prompts):
-        rows.append(_row_of_prompt(begins[group], lengths[group]))
+    first_places = np.arange(n_completions) * width_of_table + n_prompt_columns  # of the completions' first tokens
+    begins_prompt = 1 + np.flatnonzero(np.diff(prompts))
+    places_of_prompts = np.split(first_places, begins_prompt)
+    lengths_of_prompts = np.split(lengths, begins_prompt)
+    rows = [_row_of_prompt(*prompt) for prompt in zip(places_of_prompts, lengths_of_prompts, strict=True)]
     width = max(row.shape[1] for row in rows)
-    table = np.full((len(rows), 2, width), -1)
+    padded_rows = np.full((len(rows), 2, width), -1)
     for number, row in enumerate(rows):
-        table[number, :, : row.shape[1]] = row
+        padded_rows[number, :, : row.shape[1]] = row
     device = batch["completion_ids"].device
-    source, segment = to_device(table, device).unbind(dim=1)
+    source, segment = to_device(padded_rows, device).unbind(dim=1)
     return {"opo_source": source, "opo_segment": segment, "opo_shape": shape}
 
 
-def _row_of_prompt(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _row_of_prompt(first_places: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """
-    Places and segments, `[2, width]`, of a prompt and its G completions; `begins` are the places of their first
-    tokens, `[G]`.
+    Places and segments, `[2, width]`, of the tokens of a prompt and its G completions, from the places of the
+    completions' first tokens, `[G]`, and the lengths of prompt and completions, `[G, 2]`.
     """
-    # Each completion begins with the prompt's last token, which the prompt is left without.
-    last_of_prompt = begins[0] - 1
-    first_of_prompt = begins[0] - max(lengths[0, 0], 1)
-    places = [np.arange(first_of_prompt, last_of_prompt)]
-    for begin, length in zip(begins, lengths[:, 1], strict=True):
-        places.append(np.arange(begin - 1, begin + length))
-    segments = [np.full(len(piece), number) for number, piece in enumerate(places)]
-    return np.stack([np.concatenate(places), np.concatenate(segments)])
+    # The prompt is taken from the row of its first completion. It is left without its last token, with which each
+    # completion begins.
+    end_of_prompt = first_places[0] - 1
+    prompt_length = max(lengths[0, 0], 1)
+    segments = [np.arange(first_places[0] - prompt_length, end_of_prompt)]
+    for first_place, length in zip(first_places, lengths[:, 1], strict=True):
+        segments.append(np.arange(first_place - 1, first_place + length))
+    numbers = np.repeat(np.arange(len(segments)), [len(segment) for segment in segments])
+    return np.stack([np.concatenate(segments), numbers])
 
 
 def model_for(model: Any, batch: Batch) -> Any:
@@ -109,7 +126,7 @@ def model_for(model: Any, batch: Batch) -> Any:
     # An override may have cut completions or columns, to which these places do not apply.
     if batch.get("opo_shape") != _shape(batch):
         return model
-    return partial(_shared, model, batch["opo_source"], batch["opo_segment"])
+    return partial(shared_pass, model, batch["opo_source"], batch["opo_segment"])
 
 
 def _shape(batch: Batch) -> tuple[int, int, int]:
@@ -118,7 +135,7 @@ def _shape(batch: Batch) -> tuple[int, int, int]:
     return n_completions, n_completion_columns, batch["prompt_ids"].size(1)
 
 
-def _shared(
+def shared_pass(
     model: Any,
     source: Tensor,
     segment: Tensor,
@@ -153,13 +170,21 @@ def _shared(
         **options,
     )
     for name in {"log_probs", "entropy"} & outputs.keys():  # a reference model's head has no entropy
-        # The head returns one value fewer than there are tokens.
-        of_tokens = pad(outputs[name], (1, 0))
-        of_labels = torch.where(placed_labels != -100, of_tokens, 0.0).flatten()
-        empty = of_labels.new_zeros(input_ids.numel())
-        table = empty.scatter_add(0, place.flatten(), of_labels)
-        outputs[name] = table.view(input_ids.shape)[:, 1:]
+        outputs[name] = in_rows(outputs[name], place, placed_labels != -100, input_ids.shape)
     return outputs
+
+
+def in_rows(values: Tensor, place: Tensor, has_label: Tensor, shape: torch.Size) -> Tensor:
+    """
+    What TRL's head has returned for placed tokens, in the rows of a table of this `shape`, `[B, L]`: `[B, L - 1]`, as
+    the head returns one value fewer than there are tokens. Tokens without a label get 0.
+    """
+    of_tokens = pad(values, (1, 0))
+    of_labels = torch.where(has_label, of_tokens, 0.0).flatten()
+    empty = of_labels.new_zeros(shape.numel())
+    # By sums, as a token of a prompt is in several places; but there it has no label, and adds 0.
+    table = empty.scatter_add(0, place.flatten(), of_labels)
+    return table.view(shape)[:, 1:]
 
 
 def _attention(segment: Tensor, is_attended: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from helpers import RECIPES, environment, run_to_its_end
 
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+CPU = str(RECIPES / "accelerate" / "cpu.yaml")
 
 
 def test_one_process_in_place_of_two_is_refused(tmp_path: Path):
@@ -24,10 +25,11 @@ def test_one_process_in_place_of_two_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "address", "is_refused"),
     [
-        (["--cpu", "--num_processes", "1"], {}, False),
         (["--cpu", "--num_processes", "1"], {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, False),
         (["--cpu", "--num_processes", "2"], {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}, True),
-        (["--config_file", str(RECIPES / "accelerate" / "cpu.yaml"), "--num_processes", "2"], {}, True),
+        # The first of these with less in its way, and the test above with a file.
+        pytest.param(["--cpu", "--num_processes", "1"], {}, False, marks=pytest.mark.slow),
+        pytest.param(["--config_file", CPU, "--num_processes", "2"], {}, True, marks=pytest.mark.slow),
     ],
 )
 def test_only_what_accelerate_was_asked_for_is_refused(tmp_path: Path, options, address, is_refused):

@@ -48,8 +48,8 @@ def test_value_is_read_as_written_and_so_is_what_a_run_stores(recipe, text):
     [
         ("alpha: 0.3\nmu: 1\nalpha: 0.4", ["duplicate key 'alpha'", "Remove one"]),
         ("generation_kwargs: {top_k: 3, top_k: 4}", ["duplicate key 'top_k'"]),
-        ("max_steps: 0x10", ["max_steps: invalid int value: '0x10'"]),
-        ("mu: yes", ["mu: invalid float value: 'yes'"]),
+        ("max_steps: 0x10", ["max_steps='0x10' is not allowed", "an integer of at least 1"]),
+        ("mu: yes", ["mu='yes' is not allowed", "a positive finite number"]),
         ("- alpha", ["one field per line"]),
         ("alpha: [1", ["config=", "not valid YAML"]),
         ("alpha: {a: 1}", ["alpha={'a': 1}"]),

@@ -1,13 +1,11 @@
 """The recipes of docs/agent.md at a tiny size, in a folder to which they were copied: what the page's commands do."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_module
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response
 
 from opo_trl.checks.files import read_json, read_lines
@@ -17,7 +15,6 @@ from recipes.agent.prepare import build_model, build_tokenizer, encode
 from recipes.agent.storeroom import HELD_OUT, KINDS, N_ITEMS_AND_SHORTAGES, Storeroom, draw, play_by_script
 
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = ("--per_device_train_batch_size", "8", "--num_generations", "4", "--max_steps", "2")
 
 
@@ -26,22 +23,18 @@ def folder(tmp_path_factory) -> Path:
     """A folder with the copied recipes, an untrained model and a short log of the expert."""
     folder = tmp_path_factory.mktemp("agent")
     opo_trl(["recipes", "agent", "--output", str(folder / "recipes")])
-    run(folder, "-m", "recipes.agent.prepare", "--games", "16", "--steps", "1")
+    run(folder, "recipes.agent.prepare", "--games", "16", "--steps", "1")
     return folder
 
 
-def run(folder: Path, *words: str) -> str:
-    """Run a Python command of the page in a folder, which is first on the path; returns what it prints."""
-    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run(folder: Path, module: str, *words: str) -> str:
+    """Run a module as the page's commands do, in the folder; returns what it prints."""
+    return run_module(module, *words, folder=folder, place=folder / "logs")
 
 
 def train(folder: Path, recipe: str, *words: str) -> list[dict]:
     """Train by a recipe; returns the log of its steps."""
-    run(folder, "-m", "opo_trl.command.train", "--config", f"recipes/agent/{recipe}.yaml", *TINY, *words)
+    run(folder, "opo_trl.command.train", "--config", f"recipes/agent/{recipe}.yaml", *TINY, *words)
     log = read_lines(folder / "runs" / "agent" / recipe / "log.jsonl")
     return [line for line in log if "grad_norm" in line]
 
@@ -57,7 +50,7 @@ def test_online_run_plays_and_records_its_games(folder):
 @pytest.mark.slow
 def test_log_of_played_games_is_trained_on(folder):
     log = "runs/agent/log.jsonl"
-    play = ("-m", "recipes.agent.play", "runs/agent/base", "--games", "1")
+    play = ("recipes.agent.play", "runs/agent/base", "--games", "1")
     run(folder, *play, "--split", "train", "--repeats", "4", "--output", log)
     rows = read_lines(folder / log)
     assert [row["group"] for row in rows] == [f"{kind} 0" for kind in KINDS for _ in range(4)]
@@ -66,13 +59,13 @@ def test_log_of_played_games_is_trained_on(folder):
         row["reward"] = float(reward % 2)
     (folder / log).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert len(train(folder, "rollouts", "--rollouts_model", "runs/agent/base")) == 2
-    assert f"{HELD_OUT} " in run(folder, "-m", "recipes.agent.play", "runs/agent/rollouts", "--games", "1")
+    assert f"{HELD_OUT} " in run(folder, "recipes.agent.play", "runs/agent/rollouts", "--games", "1")
 
 
 @pytest.mark.slow
 def test_turns_of_the_log_are_trained_on(folder):
     words = ("runs/agent/expert.jsonl", "--model", "runs/agent/base", "--output", "runs/agent/pivots_data")
-    run(folder, "-m", "opo_trl.command.cli", "pivots", *words)
+    run(folder, "opo_trl.command.cli", "pivots", *words)
     assert len(train(folder, "pivots")) == 2
 
 

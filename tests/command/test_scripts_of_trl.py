@@ -11,7 +11,7 @@ from helpers import USE_CPU
 from trl.scripts import grpo
 
 from opo_trl.checks.files import read_lines
-from opo_trl.command import recipe, train
+from opo_trl.command import recipe, train, words
 from opo_trl.command.named_rewards import load_rewards
 
 
@@ -86,7 +86,7 @@ def write(folder: Path, fields: dict) -> str:
 def test_every_field_of_trls_script_is_one_here():
     theirs = {action.dest for action in grpo.make_parser()._actions} - {"help"}
     assert len(theirs) > 200
-    assert theirs - recipe._fields().keys() == {"streaming", "datasets", "test_split_size"}
+    assert theirs - words.fields().keys() == {"streaming", "datasets", "test_split_size"}
 
 
 def test_recipe_trains_as_it_stands(folder: Path, caplog):
@@ -130,5 +130,5 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     path = write(folder, RECIPE | {"num_processes": 1, "cpu": True})
     arguments = recipe.read([path, "--num_machines", "1"])
     assert arguments.unknown == ["--num_machines", "1"]
-    assert recipe.launch_words(arguments.launch) == ["--num_processes=1", "--cpu"]
-    assert recipe.launch_words({"cpu": "True", "multi_gpu": "no"}) == ["--cpu"]
+    assert words.launch_words(arguments.launch) == ["--num_processes=1", "--cpu"]
+    assert words.launch_words({"cpu": "True", "multi_gpu": "no"}) == ["--cpu"]

@@ -111,3 +111,14 @@ def test_recipe_of_asynchronous_training_names_the_commit_that_has_it(tmp_path, 
         assert cli.main(["train", *words]) == 2
         *_, last_line = capsys.readouterr().err.splitlines()
         assert re.search(rf"trainer='async_opo' {WAITS_FOR_A_PORT}", last_line)
+
+
+def test_every_recipe_and_folder_that_the_quickstart_names_can_be_copied(tmp_path):
+    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[\w./, `-]+`) \| .* \|$", page, re.MULTILINE)
+    names = re.findall(r"`([\w./-]+)`", " ".join(row for row in rows if ".yaml" in row or "/`" in row))
+    names = [name for name in names if name.endswith((".yaml", "/")) and name != "recipe.yaml"]
+    assert {"arithmetic/opo.yaml", "agent/", "own_data.yaml"} < {*names}
+    for name in names:
+        copied = copy_out(name, tmp_path / name)
+        assert any(path.suffix == ".yaml" for path in copied), name

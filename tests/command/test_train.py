@@ -64,7 +64,9 @@ def test_run_folder_holds_the_recipe_the_log_and_the_results(run):
         "report.html",
     }
     assert (run / "plan.txt").read_text().startswith("OPO training plan\n  rollout ")
-    assert "Level 4, sampled: " in (run / "README.md").read_text()
+    card = (run / "README.md").read_text()
+    assert "Level 4, sampled: " in card
+    assert "huggingface.co/datasets" not in card  # the embedded task is not there
     report = (run / "report.html").read_text()
     for sentence in ("Finished: 4 optimizer steps", "Escort effective sample size stayed at", "OPO training plan"):
         assert sentence in report

@@ -22,6 +22,15 @@ EMBEDDED = [path for path in ALL if path.relative_to(ROOT).parts[0] in ("arithme
 # Model or data of these are made first: tests/reuse/test_pivots.py, tests/command/test_agent_recipes.py
 MADE_FIRST = [path for path in ALL if path.name == "pivots.yaml" or path.parent.name == "agent"]
 REST = [path for path in ALL if path not in EMBEDDED + MADE_FIRST]
+# Of each experiment, whose recipes differ only in the method (tests/command/test_recipes.py), one method by default.
+QUICK_METHODS = {
+    "arithmetic/experiment1": "gspo",
+    "arithmetic/experiment2": "opo",
+    "qwen3-1.7b/experiment1": "grpo",
+    "qwen3-1.7b/experiment1_lora": "opo",
+    "qwen3-1.7b/experiment2": "dapo",
+}
+TRAINED_ELSEWHERE = ("arithmetic/opo.yaml", "own_data.yaml")  # by default too, in test_train.py
 # What makes a step small, and runs without a GPU or a server.
 SMALL = {
     "max_completion_length": 4,
@@ -36,6 +45,20 @@ SMALL = {
     "num_generations": 6,
     "use_vllm": "false",
 }
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def cases(paths: list[Path]) -> list:
+    """Recipes as cases of a test; those whose parts others cover are slow."""
+    found = []
+    for path in paths:
+        method = QUICK_METHODS.get(named(path.parent), path.stem)
+        is_slow = path.stem != method or named(path) in TRAINED_ELSEWHERE
+        found.append(pytest.param(path, id=named(path), marks=[pytest.mark.slow] * is_slow))
+    return found
 
 
 def write_completions(path: Path) -> None:
@@ -73,7 +96,7 @@ def check(log: list[dict]) -> None:
         assert math.isfinite(entry["grad_norm"])
 
 
-@pytest.mark.parametrize("path", EMBEDDED, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", cases(EMBEDDED))
 def test_recipe_of_an_embedded_model(path, tmp_path):
     if "reasoning_gym" in path.parts:
         pytest.importorskip("reasoning_gym")
@@ -111,7 +134,7 @@ def model(shared_data, tiny_model, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("path", REST, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", cases(REST))
 def test_recipe_of_another_model(path, tmp_path, model, some_of):
     fields = {"model_name_or_path": model, "attn_implementation": "sdpa"}
     name = "gsm8k" if "gsm8k" in path.parts else "math"

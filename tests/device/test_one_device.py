@@ -83,6 +83,7 @@ def test_short_completions_fill_fewer_passes(tiny_model, tmp_path):
 # Completions that the model writes, with the device's random numbers
 
 
+@pytest.mark.slow  # by default, on two devices
 def test_generated_run_follows_the_definition(tiny_model, tmp_path):
     trainer = on_device(tiny_model, tmp_path, **generates())
     assert_follows_the_definition(trainer)
@@ -136,7 +137,14 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+# By default, two processes resume with replay, dropout and more.
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(RESUMED["replay and dropout"], id="replay and dropout", marks=pytest.mark.slow),
+        pytest.param(RESUMED["inside a rollout"], id="inside a rollout"),
+    ],
+)
 def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
     arguments = generates(train_dataset=NUMBERS, **options.pop("arguments", {}))
     assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)
@@ -152,7 +160,11 @@ def test_recipe_is_trained_evaluated_reported_and_resumed(tmp_path):
     assert_complete(tmp_path / "run", steps=5, devices=1)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [{"fp16": True}, *(pytest.param(easier, marks=pytest.mark.slow) for easier in ({}, {"bf16": True}))],
+    ids=str,
+)
 def test_first_step_with_an_untested_release_is_checked(tiny_model, tmp_path, precision):
     """In float16, the loss is multiplied by a scale."""
     options = {"num_iterations": 2, "beta": 0.1, "max_steps": 2, **precision}

@@ -92,7 +92,14 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+# By default, one process resumes inside a rollout.
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(RESUMED["replay, dropout and dynamic sampling"], id="replay, dropout and dynamic sampling"),
+        pytest.param(RESUMED["inside a rollout"], id="inside a rollout", marks=pytest.mark.slow),
+    ],
+)
 def test_resumed_run_is_the_uninterrupted_one(tiny_model, tmp_path, options):
     arguments = generates(train_dataset=NUMBERS, **options.pop("arguments", {}))
     assert_resumes_bitwise(tiny_model, tmp_path, arguments=arguments, **options)

@@ -86,7 +86,7 @@ def without_tensor(folder: Path) -> None:
 
 def earlier_run(folder: Path) -> None:
     """A run in `run/`, with a complete checkpoint."""
-    settings = {"alpha": 0.9, "model_name_or_path": "./model", "optim": "sgd"}
+    settings = {"alpha": 0.9, "lora_r": 8, "model_name_or_path": "./model", "optim": "sgd"}
     write(folder, "run/settings.json", json.dumps(settings))
     for name in ("model.safetensors", "rollout_state_0.pt", "trainer_state.json"):
         write(folder, f"run/checkpoint-1/{name}", "{}")
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[list[str], dict[str, Any], Callable[[Path], Any]]] = {
     ),
     "finished run": (["output_dir='run' holds another run"], {"resume_from_checkpoint": "auto"}, finished_run),
     "checkpoint of another recipe": (
-        ["resume_from_checkpoint=", "alpha=0.9 there", "alpha=0.4 here", "optim='sgd' there", "Set"],
+        ["resume_from_checkpoint=", "alpha=0.9 there", "alpha=0.4 here", "lora_r=8 there", "optim='sgd' there", "Set"],
         {"resume_from_checkpoint": "last"},
         earlier_run,
     ),

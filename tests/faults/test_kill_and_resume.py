@@ -36,11 +36,12 @@ ONE = Form("1 process", rows=4, sampled=True, options=SAVING)
 TWO = Form("replay, 2 processes", rows=4, processes=2, config="multi_gpu", sampled=True, options=REPLAY)
 ZERO3 = replace(TWO, name="replay, moving reference, zero3", config="zero3", options={**REPLAY, **MOVING})
 QUICK = (
-    replace(ONE, name="replay, moving reference", options={**REPLAY, **MOVING}),
     replace(ONE, name="dynamic sampling, LoRA", lora=True, options=DYNAMIC),
     TWO,
 )
 SLOW = (
+    # By default, tests/device resumes a run with a moving reference.
+    replace(ONE, name="replay, moving reference", options={**REPLAY, **MOVING}),
     ZERO3,
     replace(ZERO3, name="replay, moving reference, fsdp2", config="fsdp2"),
     replace(TWO, name="replay, zero2, 4 processes", rows=2, processes=4, config="zero2"),

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
 from guessing import guess
-from helpers import PROMPTS, SMALL, make_trainer
+from helpers import PROMPTS, SMALL, USE_CPU, make_trainer
 from PIL import Image
 from tiny import make_tokenizer
 from tiny_special import vision_model
@@ -15,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
 
 from opo_trl import OPOConfig, OPOTrainer
+from opo_trl.command.train import main
 from opo_trl.forecast import plan
 
 
@@ -41,6 +43,7 @@ def test_model_without_a_longest_context_is_planned_and_trained(tmp_path, capsys
         trainer.train()
     assert trainer.state.global_step == 1
     printed = capsys.readouterr().out
+    assert "(one process; 4 × (" in printed
     assert "+ 3) tokens)" in printed
     assert "unknown for mamba" in printed
     assert "The plan has no line" not in caplog.text
@@ -161,3 +164,22 @@ def test_plan_says_that_a_cut_off_biases_the_correction(options, fields, tiny_mo
     else:
         (line,) = of_sampling
         assert line.startswith(f"sampling   {fields} with vLLM's correction: a completion's weight is")
+
+
+def test_a_folder_without_weights_is_planned_as_with_them(tiny_model, tmp_path, capsys, monkeypatch):
+    weightless = tmp_path / "weightless"
+    shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(json.dumps({"problem": f"{i} + 1?", "answer": f"{i + 1}"}) + "\n" for i in range(99)))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    plans = []
+    for folder in (weightless, tiny_model):
+        words = ["--model_name_or_path", str(folder), "--dataset_name", str(problems), "--dtype", "bfloat16"]
+        words += ["--output_dir", str(tmp_path / "run"), "--bf16", "false", "--use_cpu", str(USE_CPU)]
+        assert main([*words, "--plan"]) == 0
+        printed = capsys.readouterr().out
+        plans.append(printed[printed.index("OPO training plan") :])
+    assert plans[0] == plans[1]
+    assert "weights" in plans[0]
+    assert main([words[0], str(weightless), *words[2:]]) == 2  # a run needs them
+    assert "no file named model.safetensors" in capsys.readouterr().err

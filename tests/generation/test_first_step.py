@@ -273,7 +273,7 @@ def test_checks_change_nothing(options, untested, monkeypatch, tiny_model, tmp_p
     checked.train()
     assert checked._first_step is None
     plain = trainer_with(tiny_model, tmp_path / "plain", {"max_steps": 2, **options})
-    monkeypatch.setattr("opo_trl.trainer.untested", dict)
+    monkeypatch.setattr("opo_trl.generation.rollouts.untested", dict)
     plain.train()
     for weight, plain_weight in zip(checked.model.parameters(), plain.model.parameters(), strict=True):
         assert torch.equal(weight, plain_weight)

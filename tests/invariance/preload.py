@@ -4,8 +4,11 @@ import gc
 import importlib.util
 
 import helpers  # noqa: F401
+import installed  # noqa: F401
 import peft  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+import opo_trl.command.train  # noqa: F401
 
 
 if importlib.util.find_spec("deepspeed"):

@@ -6,9 +6,10 @@ import shutil
 
 import pytest
 
-from benchmarks import claims, offline, real_model, saturation, update_phase
+from benchmarks import claims, offline, prefetch, real_model, saturation, update_phase
 from benchmarks.objectives import design, report
 from benchmarks.objectives.__main__ import FRESH, RECORD, read
+from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
 
 
 RESULTS = claims.HERE / "results"
@@ -17,6 +18,11 @@ RESULTS = claims.HERE / "results"
 def offline_page():
     runs = offline.read(offline.Run, offline.RECORD)
     return offline.page(runs)
+
+
+def prefetch_page():
+    results = json.loads(prefetch.RESULTS.read_text())
+    return prefetch.page(results)
 
 
 def real_model_page():
@@ -32,6 +38,7 @@ def update_phase_page():
 PAGES = {
     "claims.md": claims.page,
     "offline.md": offline_page,
+    "prefetch.md": prefetch_page,
     "real_model.md": real_model_page,
     "update_phase.md": update_phase_page,
 }
@@ -66,6 +73,9 @@ def test_objectives_are_on_their_pages(tmp_path):
         assert (tmp_path / page).read_text() == committed
 
 
-def test_committed_runs_name_no_path_of_the_machine_that_made_them():
-    for path in (claims.HERE / "evidence").rglob("*.json"):
-        assert '"/' not in path.read_text(), path
+def test_committed_runs_name_no_path_of_the_machine_that_made_them(tmp_path):
+    for experiment in EXPERIMENTS:
+        settings = list(unpack(experiment, tmp_path).rglob("*.json"))
+        assert len(settings) >= 45
+        for path in settings:
+            assert '"/' not in path.read_text(), path

@@ -11,34 +11,45 @@ from benchmarks.compare import curves
 from benchmarks.compare.__main__ import main
 from benchmarks.compare.measures import Comparison, final, reward
 from benchmarks.compare.runs import Run, by_label, read_run
+from benchmarks.paper.recorded_runs import unpack
 from opo_trl.checks.files import append_lines, read_json, read_lines, write_json
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-RUN = BENCHMARKS / "evidence" / "experiment2" / "opo" / "seed-1"
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory) -> Path:
+    """The folder of Experiment 2's committed runs."""
+    return unpack("experiment2", tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture(scope="module")
+def committed_run(experiment) -> Path:
+    return experiment / "opo" / "seed-1"
 
 
 @pytest.fixture
-def runs(tmp_path):
+def runs(committed_run, tmp_path):
     """Copies of a committed run as three seeds of two methods; the second has 0.1, 0.2 and 0.3 more reward."""
     for label in ("grpo", "opo"):
         for seed in (1, 2, 3):
             folder = tmp_path / "runs" / label / f"seed-{seed}"
             if label == "opo":
-                copy_run(folder, seed=seed, reward=seed / 10, learning_rate=1e-4)
+                copy_run(committed_run, folder, seed=seed, reward=seed / 10, learning_rate=1e-4)
             else:
-                copy_run(folder, seed=seed)
+                copy_run(committed_run, folder, seed=seed)
     return tmp_path / "runs"
 
 
-def copy_run(folder: Path, *, seed: int, reward: float = 0.0, **settings) -> None:
-    """Copy the run, adding `reward` to every reward."""
+def copy_run(run: Path, folder: Path, *, seed: int, reward: float = 0.0, **settings) -> None:
+    """Copy a run, adding `reward` to every reward."""
     folder.mkdir(parents=True)
     for name in ("recipe.yaml", "environment.json", "summary.json"):
-        shutil.copy(RUN / name, folder)
-    committed = read_json(RUN / "settings.json")
+        shutil.copy(run / name, folder)
+    committed = read_json(run / "settings.json")
     write_json(folder / "settings.json", {**committed, **settings, "seed": seed})
-    rows = read_lines(RUN / "log.jsonl.gz")
+    rows = read_lines(run / "log.jsonl")
     for row in rows:
         if "rewards/arithmetic_reward/mean" in row:
             row["rewards/arithmetic_reward/mean"] += reward
@@ -74,20 +85,20 @@ def without_curves(report: str) -> str:
 
 
 @pytest.fixture
-def one_figure(monkeypatch):
-    """Drawing takes most of a report's time; tests that read its tables need only one figure."""
+def one_curve(monkeypatch):
+    """Drawing takes most of a report's time; tests that read its tables need only one curve."""
     monkeypatch.setattr(curves, "CURVES", curves.CURVES[:1])
 
 
-def test_committed_tables_are_those_of_the_committed_runs(one_figure, tmp_path):
+def test_committed_tables_are_those_of_the_committed_runs(one_curve, experiment, tmp_path):
     """Fields and versions, which the rest of the page lists, are those of today's releases."""
-    report = report_of(tmp_path, BENCHMARKS / "evidence" / "experiment2")
+    report = report_of(tmp_path, experiment)
     committed = (BENCHMARKS / "results" / "experiment2" / "report.md").read_text()
     assert without_curves(report) == without_curves(committed)
     assert rows_of(report, "Every run") == rows_of(committed, "Every run")
 
 
-def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
+def test_report_has_means_differences_and_verdicts(one_curve, runs, tmp_path):
     report = report_of(tmp_path, runs)
     grpo = read_run(runs / "grpo" / "seed-1")
     base = final(reward(grpo), grpo)
@@ -108,14 +119,14 @@ def test_report_has_means_differences_and_verdicts(one_figure, runs, tmp_path):
     assert len(rows_of(report, "Every run")) == 7
 
 
-def test_names_are_escaped(one_figure, runs, tmp_path):
+def test_names_are_escaped(one_curve, runs, tmp_path):
     (runs / "opo").rename(runs / "<b>|opo")
     report = report_of(tmp_path, runs)
     assert r"| &lt;b>\|opo | 1 |" in report
     assert "<b>" not in report
 
 
-def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
+def test_only_common_seeds_are_paired(one_curve, runs, tmp_path):
     (runs / "opo" / "seed-3").rename(tmp_path / "moved")
     shutil.rmtree(runs / "grpo" / "seed-1")
     report = report_of(tmp_path, runs)
@@ -126,10 +137,10 @@ def test_only_common_seeds_are_paired(one_figure, runs, tmp_path):
     assert reward_difference(report) == ["final reward", "opo", "–", "–", "–", "–", "–"]
 
 
-def test_run_of_another_task_is_rejected_with_the_field_named(runs, tmp_path, capsys):
+def test_run_of_another_task_is_rejected_with_the_field_named(committed_run, runs, tmp_path, capsys):
     field = "chat_template_kwargs"
     value = {"enable_thinking": False}
-    committed = read_json(RUN / "settings.json")[field]
+    committed = read_json(committed_run / "settings.json")[field]
     for seed in (1, 2, 3):
         file = runs / "opo" / f"seed-{seed}" / "settings.json"
         settings = read_json(file)

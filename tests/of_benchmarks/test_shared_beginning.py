@@ -59,8 +59,8 @@ def test_log_probabilities_and_gradient_are_those_of_separate_prompts(monkeypatc
 
     model.model.register_forward_pre_hook(count_tokens, with_kwargs=True)
     results = []
-    for shared in (shared_prompts._shared, shared_beginning._shared):
-        monkeypatch.setattr(shared_prompts, "_shared", shared)
+    for shared in (shared_prompts.shared_pass, shared_beginning.shared_pass):
+        monkeypatch.setattr(shared_prompts, "shared_pass", shared)
         model.zero_grad()
         sharing_model = shared_prompts.model_for(model, samples)
         logps = sharing_model(**inputs, fused_lm_head=True)["log_probs"]

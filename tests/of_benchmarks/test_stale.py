@@ -42,7 +42,7 @@ def logps_of(weights, inputs):
     return logps.gather(2, completion_ids.unsqueeze(2)).squeeze(2)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_completions_are_those_of_the_policy_so_many_rollouts_ago(passes, tmp_path):
     fields = common_fields(tmp_path, 1e-3, 1, max_steps=ROLLOUTS * passes)
     args = OPOConfig(**fields, num_iterations=passes, shuffle_dataset=False, plan_micro_batches=False)

@@ -408,7 +408,7 @@ def test_evaluation_before_during_and_after_training(tiny_model, tmp_path):
     assert of_trl == {name: before[name.replace("eval_", "eval_hard_")] for name in of_trl}
 
 
-@pytest.mark.parametrize("begun_by", ["same", "opo"])
+@pytest.mark.parametrize("begun_by", [pytest.param("same", marks=pytest.mark.slow), "opo"])
 def test_checkpoints_resume_in_either_trainer(tiny_model, tmp_path, begun_by):
     """A script that goes back from OPO to GRPO takes its checkpoint along."""
 

@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset
 from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
 
+from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
 from opo_trl.checks import files
 from opo_trl.checks.files import write_json
 from opo_trl.command.cli import main
@@ -21,9 +22,6 @@ from opo_trl.report import logs
 from opo_trl.report.callback import Diagnose
 from opo_trl.report.diagnostics import judge
 from opo_trl.report.logs import read
-
-
-EVIDENCE = Path(__file__).resolve().parents[2] / "benchmarks" / "evidence"
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +171,7 @@ LOGS = {
         [
             "held 100% of completions at the end",
             "at most 0.75 at the end. If rewards are high",
-            "Wrong: 2 of 3 diagnostics, `frac_reward_zero_std`, `grad_norm`. Look at 1 of 3 diagnostics: `reward`.",
+            "Wrong: 2 of 3 diagnostics, `frac_reward_zero_std`, `grad_norm`. Also look at `reward`.",
         ],
     ),
     "clipped": (
@@ -386,9 +384,17 @@ def test_verdicts_on_a_log(tmp_path, capsys, name):
         assert text in printed
 
 
+@pytest.fixture(scope="module")
+def committed_runs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    for experiment in EXPERIMENTS:
+        unpack(experiment, folder)
+    return folder
+
+
 @pytest.mark.parametrize("method", ["grpo", "dapo", "gspo"])
-def test_committed_runs_that_learn_are_within_the_bounds(capsys, method):
-    committed = sorted(EVIDENCE.glob(f"*/{method}/seed-*/log.jsonl.gz"))
+def test_committed_runs_that_learn_are_within_the_bounds(committed_runs, capsys, method):
+    committed = sorted(committed_runs.glob(f"*/{method}/seed-*/log.jsonl"))
     assert len(committed) >= 15
     for log in committed:
         status, verdicts, _ = diagnose(capsys, log)

@@ -149,7 +149,7 @@ BROKEN = {
     "grad_norm off-policy": ({"grad_norm": off_policy(200, on_policy=4)}, "was 50 times"),
     "opo/escort/ess": ({"opo__escort__ess": 1.3}, "at 1.3: one completion has nearly"),
     "opo/chi2": ({"opo__chi2": off_policy(0.9)}, "was 0.9: the policy drifts off"),
-    "opo/conservation_residual": ({"opo__conservation_residual": off_policy(-0.7)}, "changed by -70%"),
+    "opo/conservation_residual": ({"opo__conservation_residual": off_policy(-0.7)}, "had 30% of the probability"),
     "opo/ratio/ess": ({"opo__ratio__ess": off_policy_at_end(0.3, before=1)}, "at least 30%"),
     "opo/target_fit": ({"opo__target_fit": off_policy(-60)}, "was -60 in off-policy steps.*: adrift"),
     "opo/frac_clamped": ({"opo__frac_clamped": at_end(0, 0.25)}, "were 25% at most: the policy is far from the one"),
@@ -182,6 +182,15 @@ def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
     log = scripted(opo__frac_zero_drive=at_end(0.4, 0.81), opo__chi2=off_policy(90))
     assert poor_metrics(log, max_staleness=0) == ["opo/chi2"]
     assert poor_metrics(log, max_staleness=8) == []
+
+
+def test_figures_of_a_healthy_run_are_said_in_plain_words():
+    log = scripted(opo__conservation_residual=off_policy(0))
+    verdicts = {verdict.metric: verdict for verdict in judge(log, SETTINGS)}
+    kept = verdicts["opo/conservation_residual"]
+    said = "Completions had 100% of the probability that they were sampled with, in off-policy steps."
+    assert (kept.sentence, kept.range) == (said, "at least 0.5 of it in the median")
+    assert verdicts["reward"].range == "a rise of at least its ±"
 
 
 def test_run_without_reward_is_not_called_healthy():

@@ -271,7 +271,7 @@ def rollouts_of(prompts: list[int], size: int) -> list[list[int]]:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"gradient_accumulation_steps": 1},
+        pytest.param({"gradient_accumulation_steps": 1}, marks=pytest.mark.slow),  # the next is harder
         {"gradient_accumulation_steps": 3},
         {"per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 2},
         {"num_iterations": 2},

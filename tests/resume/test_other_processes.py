@@ -1,9 +1,18 @@
 """How the states of a checkpoint's processes are divided among others; whole runs are in `faults/test_elastic.py`."""
 
+import doctest
+
 import pytest
 import torch
 
+from opo_trl.resume import other_processes
 from opo_trl.resume.other_processes import CUT, divide, fitting
+
+
+def test_the_example_of_the_module_is_right():
+    failed, attempted = doctest.testmod(other_processes)
+    assert attempted > 0
+    assert failed == 0
 
 
 def cut(*values: int) -> dict[str, int]:

@@ -192,7 +192,7 @@ def test_rollouts_that_cannot_be_replayed_are_rejected():
 
 
 def test_a_run_ends_with_the_rollout_that_spends_its_completions(tiny_model, tmp_path):
-    options = {"max_steps": 100, "max_completions": 40, "save_strategy": "steps", "save_steps": 50, **PASSES}
+    options = {"max_steps": 100, "max_completions": 48, "save_strategy": "steps", "save_steps": 50, **PASSES}
     trainer = trained(tiny_model, tmp_path, **options)  # rollouts of 16
     assert trainer.state.global_step == 18
     assert trainer.completions_generated == 48
@@ -235,7 +235,7 @@ def test_a_run_with_a_budget_ends_as_one_with_max_steps_does(tiny_model, tmp_pat
         eval_strategy=strategy,
         eval_steps=4,
     )
-    assert trainer.state.global_step == 6
+    assert trainer.state.global_step == trainer.state.max_steps == 6
     checkpoints = {path.name for path in tmp_path.glob("checkpoint-*")}
     assert checkpoints == {f"checkpoint-{step}" for step in saved}
     assert [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry] == [4, 6]

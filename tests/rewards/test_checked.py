@@ -113,3 +113,54 @@ def test_run_stays_in_its_folder_whatever_a_reward_does(tiny_model, tmp_path, mo
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
     assert os.listdir(tmp_path / "elsewhere") == []
+
+
+# A tokenizer for those that ask for one
+
+
+def vocabulary(completions, tokenizer, **columns):
+    return [len(tokenizer) for _ in completions]
+
+
+def optional(completions, tokenizer=None, **columns):
+    return vocabulary(completions, tokenizer)
+
+
+async def asynchronous_vocabulary(completions, *, tokenizer, **columns):
+    return vocabulary(completions, tokenizer)
+
+
+class VocabularyOf:
+    def __call__(self, completions, tokenizer, **columns):
+        return vocabulary(completions, tokenizer)
+
+
+def test_a_reward_with_a_parameter_for_the_tokenizer_gets_the_trainers(tiny_model, tmp_path):
+    functions = [vocabulary, optional, asynchronous_vocabulary, VocabularyOf(), functools.partial(vocabulary, other=1)]
+    trainer = trainer_with(tiny_model, tmp_path, functions)
+    assert rewards_of(trainer).tolist() == [[len(trainer.processing_class)] * len(functions)] * 3
+    assert trainer.reward_funcs == functions  # the trainer holds the user's own
+
+
+def test_a_tokenizer_that_a_reward_has_stays(tiny_model, tmp_path):
+    def with_default(completions, tokenizer="ab", **columns):
+        return vocabulary(completions, tokenizer)
+
+    functions = [functools.partial(vocabulary, tokenizer="abc"), with_default]
+    trainer = trainer_with(tiny_model, tmp_path, functions)
+    assert rewards_of(trainer).tolist() == [[3, 2]] * 3
+    column = [{"prompt": "1+1=", "tokenizer": "abcd"}]  # of the dataset, as in TRL
+    trainer = trainer_with(tiny_model, tmp_path, vocabulary)
+    assert trainer._calculate_rewards(column, ["1+1="], ["2"], [[5]]).tolist() == [[1]]
+
+
+def test_a_reward_checks_its_tokenizer_before_a_run(tiny_model, tmp_path):
+    def checked_vocabulary(completions, tokenizer, **columns):
+        return vocabulary(completions, tokenizer)
+
+    checked = []
+    checked_vocabulary.check_tokenizer = checked.append
+    trainer = trainer_with(
+        tiny_model, tmp_path, [checked_vocabulary, functools.partial(checked_vocabulary, tokenizer="abc")]
+    )
+    assert checked == [trainer.processing_class, "abc"]

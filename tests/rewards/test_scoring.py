@@ -1,6 +1,7 @@
 """What a failing scorer costs if it is isolated."""
 
 import gc
+import math
 import os
 import pickle
 import subprocess
@@ -24,9 +25,10 @@ from trl.rewards import think_format_reward
 from opo_trl import OPOConfig
 from opo_trl.command.arguments import OPOScriptArguments
 from opo_trl.command.named_rewards import load_rewards
+from opo_trl.fields import LEAST_WORKER_MEMORY
 from opo_trl.rewards import accuracy_reward, scoring
 from opo_trl.rewards.errors import RewardError
-from opo_trl.rewards.scoring import LEAST_MEMORY, IsolatedReward
+from opo_trl.rewards.scoring import IsolatedReward
 
 
 TESTS = Path(__file__).parents[1]
@@ -177,7 +179,7 @@ def test_what_a_reward_has_started_lives_as_long_as_its_worker(tmp_path, monkeyp
 
 
 def test_too_little_memory_and_a_function_that_no_worker_can_import_are_rejected():
-    with pytest.raises(ValueError, match="memory=64 is too small"):
+    with pytest.raises(ValueError, match="memory=64 is not allowed"):
         IsolatedReward(scorers.by_fate, memory=64)
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         IsolatedReward(lambda completions, **kwargs: [0.0])
@@ -272,9 +274,19 @@ def test_scores_are_right_with_the_least_memory():
     ]
     completions, golds, verdicts = zip(*cases, strict=True)
     # Workers may share a slow processor, so the wall-clock limit must not decide.
-    reward = IsolatedReward(accuracy_reward, workers=2, timeout=300.0, memory=LEAST_MEMORY)
+    reward = IsolatedReward(accuracy_reward, workers=2, timeout=300.0, memory=LEAST_WORKER_MEMORY)
     assert reward(completions, solution=golds) == list(verdicts)
     reward.close()
+
+
+@pytest.mark.parametrize("memory", [LEAST_WORKER_MEMORY - 1, LEAST_WORKER_MEMORY + 0.5, math.inf])
+def test_recipe_and_worker_have_the_same_bound_of_memory(memory):
+    allowed = f"memory` to an integer of at least {LEAST_WORKER_MEMORY}, in MiB"
+    with pytest.raises(ValueError, match=f"reward_{allowed}"):
+        OPOScriptArguments(dataset_name="…", reward_memory=memory)
+    with pytest.raises(ValueError, match=allowed):
+        IsolatedReward(accuracy_reward, memory=memory)
+    assert OPOScriptArguments(dataset_name="…", reward_memory=LEAST_WORKER_MEMORY).reward_memory == LEAST_WORKER_MEMORY
 
 
 @pytest.mark.parametrize(("processes", "workers"), [("1", 4), ("8", 1)])

@@ -1,5 +1,7 @@
 """A prompt is computed once for its completions: the same log-probabilities, entropies and gradient as in rows."""
 
+import doctest
+
 import numpy as np
 import pytest
 import torch
@@ -11,13 +13,20 @@ from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl.batch import model_inputs
 from opo_trl.forecast.plan import _longest_tokens, most_rows
+from opo_trl.updates import shared_prompts
 from opo_trl.updates.cutting import Limits, Prompts, best_cut
-from opo_trl.updates.shared_prompts import arrange, attention_balance, hashes, model_for
+from opo_trl.updates.shared_prompts import arrange, break_even_width, hashes, model_for
 
 
 # Prompts of 5, 1 and 3 tokens, and the lengths of their completions; of one, none is left.
 GROUPS = {5: (2, 4, 1), 1: (3,), 3: (4, 0, 2)}
 P, T = 6, 5
+
+
+def test_the_example_of_the_module_is_right():
+    failed, attempted = doctest.testmod(shared_prompts)
+    assert attempted > 0
+    assert failed == 0
 
 
 def padded_groups(random: torch.Generator) -> tuple[dict, np.ndarray, np.ndarray]:
@@ -62,7 +71,7 @@ def gradient_of(model: torch.nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("gaps", [False, True])
 def test_log_probabilities_entropies_and_gradient_are_those_of_rows(kind, gaps):
     model = make_model(kind)
-    assert attention_balance(model) is not None
+    assert break_even_width(model) is not None
     random = torch.Generator().manual_seed(0)
     rows, lengths, prompts = padded_groups(random)
     if gaps:  # the first completion token after a gap, and a token of every prompt
@@ -110,7 +119,7 @@ def equal_lengths(prompt: int, completion: int) -> np.ndarray:
 
 
 def test_prompts_are_shared_where_that_costs_less():
-    prompts, limits = Prompts(np.repeat([3, 1], 4), balance=6000.0), Limits(8)
+    prompts, limits = Prompts(np.repeat([3, 1], 4), break_even_width=6000.0), Limits(8)
     cheapest = best_cut(equal_lengths(40, 6), limits, prompts)
     assert cheapest.shared
     assert cheapest.bounds == []
@@ -189,4 +198,4 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
     ids=str,
 )
 def test_models_that_may_compute_something_else_compute_rows(kind, fields):
-    assert attention_balance(make_model(kind, **fields)) is None
+    assert break_even_width(make_model(kind, **fields)) is None

@@ -7,6 +7,7 @@ Train with vLLM and write the result to `result.json`; `test_with_vllm.py` runs 
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,10 @@ def greedy(trainer) -> list[int]:
 
 
 @torch.no_grad()
-def own_logps(trainer, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """The trainer's log-probabilities of a completion, from the full logits."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
+def own_logps(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    """A model's log-probabilities of a completion, from the full logits."""
     with whole_weights(model):
-        tokens = torch.tensor([prompt + completion], device=trainer.accelerator.device)
+        tokens = torch.tensor([prompt + completion], device=model.device)
         logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]
     logps = logits.float().log_softmax(-1)
     completion_ids = tokens[0, len(prompt) :].unsqueeze(1)
@@ -100,10 +100,11 @@ def whole_weights(model: torch.nn.Module) -> contextlib.AbstractContextManager:
 
 def mean_gap(trainer) -> float:
     """Mean difference between vLLM's log-probabilities of completions and the trainer's."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
     prompt, completions, vllm_logps = generated(trainer, trainer.num_generations)
     gaps = []
     for completion, logps in zip(completions, vllm_logps, strict=True):
-        gaps.append(own_logps(trainer, prompt, completion) - torch.tensor(logps))
+        gaps.append(own_logps(model, prompt, completion) - torch.tensor(logps))
     return torch.cat(gaps).abs().mean().item()
 
 
@@ -162,7 +163,8 @@ def logits_of(model: PeftModel) -> torch.Tensor:
     return model(input_ids=tokens).logits.cpu()
 
 
-if __name__ == "__main__":
+def main(commands: dict[str, Callable[[str, Path, dict], dict]]) -> None:
+    """Run the command that the program's arguments name, and write its result."""
     if not torch.cuda.is_available():
         import cpu_shim
 
@@ -170,8 +172,11 @@ if __name__ == "__main__":
     _, command, output, options_text = sys.argv
     folder = Path(output)
     options = json.loads(options_text)
-    train_and_compare = {"sync": sync, "lora": lora}[command]
-    result = train_and_compare(options["model"], folder, options)
+    result = commands[command](options["model"], folder, options)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         text = json.dumps(result)
         (folder / "result.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main({"sync": sync, "lora": lora})
