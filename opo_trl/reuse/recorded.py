@@ -175,10 +175,8 @@ class Recorded:
         of_all_tokens = np.concatenate([of_process for of_process, _ in parts], axis=1)
         log_ratios = torch.cat([of_process for _, of_process in parts])
         finding = compare(*of_all_tokens, temperature=trainer.temperature, truncation=self._truncation())
-        if (
-            finding is None
-        ):  # They agree within rounding, or there are too few tokens to tell: later ones are compared.
-            return
+        if finding is None:
+            return  # They agree within rounding, or are too few to tell: those of later rollouts are compared.
         self.are_compared = True
         median = log_ratios.median().exp()
         ess = ratio_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
