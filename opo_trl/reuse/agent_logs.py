@@ -222,12 +222,15 @@ def _of_responses(rows: Rows, source: str) -> Rows:
         except UnreadableError as error:
             left_out[str(error)].append(place_of(row))
             continue
+        # A thought without text is "": the server has kept it for itself.
         n_hidden += any(turn.get("reasoning_content") == "" for turn in rollout["completion"])
         rollout["reward"] = row.get("reward")
+        # Columns by which NeMo Gym and other programs name the task: rollouts of the same task are one group.
         for name in ("_ng_task_index", *_NAMES_OF_GROUPS):
             if row.get(name) is not None:
                 rollout["group"] = str(row[name])
                 break
+        # `_TOKENS` holds the rows of tokens until it is known whether some rollout has any.
         rollouts.append({**rollout, PLACE: row[PLACE], _TOKENS: token_rows(output)})
     _warn_of_left_out(left_out, len(rows), source)
     if n_hidden:
@@ -312,7 +315,7 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
         first = _first_turn(messages)
         row["prompt"] = messages[:first]
         row["completion"] = messages[first:]
-        if "group" not in row:
+        if "group" not in row:  # Another column may name the task: conversations of the same task are one group.
             names = [name for name in _NAMES_OF_GROUPS if row.get(name) is not None]
             if names:
                 row["group"] = row[names[0]]

@@ -430,7 +430,7 @@ def _check_columns(rows: Rows, names: Sequence[str], source: str) -> None:
         unused += [name for name in _OF_TOKENS if name in names]
     if unused:
         fix = "Add `completion_ids`, rename it to `completion_mask` if it is one, or remove it"
-        if unused[0] == RECORDED:
+        if unused[0] == RECORDED:  # the package's own column, under whose name the user has something else
             fix = "Rename it"
         raise ValueError(f"rollouts={source!r} has a column {unused[0]!r}, which is not used. {fix}.")
 
@@ -486,7 +486,7 @@ def _is_usable(name: str, row: Row) -> bool:
         return not value or (isinstance(value, list) and is_chat(row["prompt"]))
     if name in ("reward", "temperature", *TRUNCATIONS):
         return value is None or (_is_number(value) and math.isfinite(value))
-    # The columns that are left are lists with an entry for each token.
+    # The columns that are left, of tokens, log-probabilities and masks, are lists with an entry for each token.
     if not isinstance(value, list) or not value:
         return False
     if name in ("completion_ids", "prompt_ids"):

@@ -31,11 +31,10 @@ from ..metrics.opo import ratio_ess
 from ..models import adapter
 from ..objective import token_sum
 from ..updates.padding import with_positions
-from . import conversations, turns
+from . import conversations, recorded_logps, turns
 from .agent_logs import PLACE
 from .conversations import UnfaithfulError
 from .reading import KNOWN, ONLY_TOKENS, RECORDED, is_reserved, load_rollouts, text_of, truncation_of
-from .recorded_logps import compare
 
 
 logger = get_logger(__name__)
@@ -174,19 +173,21 @@ class Recorded:
         parts = gather_object([(of_tokens.double().cpu().numpy(), log_ratios_here.double().cpu())])
         of_all_tokens = np.concatenate([of_process for of_process, _ in parts], axis=1)
         log_ratios = torch.cat([of_process for _, of_process in parts])
-        finding = compare(*of_all_tokens, temperature=trainer.temperature, truncation=self._truncation())
+        finding = recorded_logps.compare(
+            *of_all_tokens, temperature=trainer.temperature, truncation=self._truncation()
+        )
         if finding is None:
             return  # They agree within rounding, or are too few to tell: those of later rollouts are compared.
         self.are_compared = True
-        median = log_ratios.median().exp()
+        median_ratio = log_ratios.median().exp()
         ess = ratio_ess(log_ratios, torch.ones_like(log_ratios, dtype=torch.bool))
         sentences = (
             f"rollouts={trainer.args.rollouts!r}: the log-probabilities {finding.difference}, {finding.cause}. The "
-            f"ratio of a completion is {median:.1g} in the median, the effective sample size (ESS) {ess:.0%}."
+            f"ratio of a completion is {median_ratio:.1g} in the median, the effective sample size (ESS) {ess:.0%}."
         )
         if finding.fix:
             logger.warning(f"{sentences} {finding.fix}.")
-        else:  # Another policy has sampled the tokens, which is no mistake.
+        else:  # The one finding without a fix: another policy has sampled the tokens, which is no mistake.
             trainer.accelerator.print(sentences, flush=True)
 
     def _truncation(self) -> str:
@@ -214,7 +215,7 @@ class Recorded:
         args = trainer.args
         dataset = trainer.train_dataset
         groups: list[list[dict[str, Any]]] = list(dataset[RECORDED])
-        completions = [completion for group in groups for completion in group]
+        completions = [completion for group in groups for completion in group]  # all with the same columns
         _check_temperature(completions, args)
         tokenizer = conversations.tokenizer_of(trainer)
         if "completion_ids" in completions[0]:
@@ -239,6 +240,7 @@ class Recorded:
             (prompt_ids,) = _prompt_ids(tokenize_prompts, [prompt])
             rows_of_group = []
             for completion in group:
+                # A completion has a prompt of its own where prompts differ within groups.
                 own_prompt = completion.pop("prompt", prompt)
                 ids = prompt_ids if own_prompt == prompt else _prompt_ids(tokenize_prompts, [own_prompt])[0]
                 rows_of_group.append(tokenization.rows(completion, own_prompt, ids))
@@ -258,7 +260,8 @@ class Recorded:
     ) -> None:
         """
         Write this process's samples of a round of generation to a file of JSON lines in the run's output folder, as
-        rows that `rollouts` reads. `inputs` are their rows of the dataset, `completion_ids` the generated tokens.
+        rows that `rollouts` reads. `inputs` are their rows of the dataset, `completion_ids` the generated tokens;
+        `takes_positions` says whether the model takes the positions of tokens.
 
         The file is named after the number of completions that the run has generated, and the process: a resumed run
         replaces the files of the rounds that it repeats.
@@ -266,6 +269,7 @@ class Recorded:
         accelerator = trainer.accelerator
         # What `_generate` returned: its masks, 0 for a tool's tokens, are not changed by `mask_truncated_completions`.
         prompt_ids, _, tool_masks = self.generated[:3]
+        # Those that TRL has computed in sampling the rollout have either of these names.
         logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
         # A run that needs no log-probabilities of the rollout has none; with this option, truncated completions have
         # none. They are computed here, by the policy that has just sampled the tokens.

@@ -105,6 +105,7 @@ def rows(
     """
     template = ChatTemplate(tokenizer, tools, template_options)
     rendered = as_rendered(messages)
+    # The texts of these tokens; an id that the tokenizer does not know has none.
     ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_token_ids)) if end]
     rows_of_turns: list[TurnRow] = []
     row = TurnRow("")
@@ -115,7 +116,8 @@ def rows(
             text_before = template.context(rendered[:place])
             text_of_turn = template.turn(rendered[: place + 1], text_before, ends)
         except UnfaithfulError as error:
-            row = TurnRow("", {place: (0, 0)}, reason=str(error))  # no text; the next turn begins a row
+            # This row has no text, and its reason makes the next turn begin another one.
+            row = TurnRow("", {place: (0, 0)}, reason=str(error))
             rows_of_turns.append(row)
             continue
         # The first turn has no row before it: `row` is empty then, and in no list.

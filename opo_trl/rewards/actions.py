@@ -155,14 +155,13 @@ class ActionReader:
     ) -> Action:
         """
         What a completion of the tokens `ids` does: its calls or, without any, its message. It is malformed if it
-        cannot be read, a call in it does not end, it says nothing, or a message has parts of a call in it. It never
-        raises.
+        cannot be read, a call in it does not end, it says nothing, or a message has parts of a call in it.
 
         `prompt_ids`, the tokens before it, say where a turn or thought has begun. `tools` say of which type an
         argument is, for models that write arguments without types.
         """
         malformed = Action([], "", is_malformed=True)
-        prefix = list(prompt_ids or ())  # Without any, a new-style parser would refuse all.
+        prefix = list(prompt_ids or ())  # A parser of a `response_template` refuses all without a list.
         # With tools, Transformers reads a text as the declared type, also where the model wrote another type.
         typing_tools = None if self._has_types else list(tools or ()) or None
         try:
@@ -196,7 +195,8 @@ class ActionReader:
 
     def verdict(self, logged: Action, done: Action, tools: Sequence[Any] | None, overlap: Mapping[str, float]) -> str:
         """
-        [`SAME`] if an agent did what was logged, or else in which way it did not, as text for a log.
+        [`SAME`] if an agent did what was logged, or else in which way it did not, as text for a log. Where a message
+        was logged, any message is the same.
 
         Calls may come in any order. `tools` declare the defaults of arguments that are left out. `overlap` has for
         some parameters (`tool.parameter`) the share of the words that their text needs, in `[0, 1]`.
@@ -226,9 +226,10 @@ class ActionReader:
         if done.name != logged.name:
             return "another tool"
         defaults = _defaults(logged.name, tools)
+        # An argument that is null or left out counts as its declared default, if it has one.
         expected = _stated(logged.arguments, defaults)
         arguments = _stated(done.arguments, defaults)
-        for name in sorted(expected.keys() ^ arguments.keys()):
+        for name in sorted(expected.keys() ^ arguments.keys()):  # the first that only one of the calls has
             return f"{name!r} is {'missing' if name in expected else 'not in the log'}"
         for name, value in expected.items():
             least_overlap = overlap.get(f"{logged.name}.{name}")
