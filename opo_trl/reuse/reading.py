@@ -168,7 +168,7 @@ def _divide(rows: Rows, size: int) -> list[Rows]:
 
 
 def _have_equal_rewards(rows: Rows) -> bool:
-    """Whether no two rewards of the rows differ; a row without one counts as none."""
+    """Whether no two rewards of the rows differ; unscored rows, whose reward is `None`, do not count."""
     rewards = {row.get("reward") for row in rows}
     rewards.discard(None)
     return len(rewards) < 2

@@ -496,7 +496,7 @@ def _split_into_groups(rows_of_group: list[list[Row]]) -> list[list[Row]]:
 
 
 def _masked(row: Row) -> Row:
-    """A row of which nothing is trained on, with the same reward."""
+    """The row with only its first token, which is not trained on (a mask of 0); its reward and the rest stay."""
     return {**row, "completion_ids": row["completion_ids"][:1], "completion_mask": [0]}
 
 
@@ -543,9 +543,9 @@ class _Tokenization:
         The rows of one recorded completion (`row`), each with the tokens of its prompt and completion: one row, or
         several of a conversation whose turns no single text has.
 
-        Recorded tokens are kept. A text after which nothing could be called is tokenized with the token that ends a
-        turn. Messages, or a text that the policy wrote with `tools`, are rendered by the chat template. A completion
-        that cannot be rendered as it was is noted in `left_out`, and its row is masked.
+        Recorded tokens are kept. A text is tokenized as it is, and gets the token that ends a turn. Messages are
+        rendered by the chat template; so is a text with `tools`, which stand in the rendered prompt. A completion that
+        cannot be rendered as it was is noted in `left_out`, and its row is masked.
         """
         row.setdefault("prompt_ids", prompt_ids)
         completion = row.pop("completion", None)

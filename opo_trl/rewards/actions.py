@@ -263,7 +263,7 @@ class ActionReader:
             return all(self._is_same(*parts) for parts in zip(logged, value, strict=True))
         if _is_number(logged) and _is_number(value):
             return _are_close(logged, value)
-        return type(logged) is type(value) and logged == value
+        return type(logged) is type(value) and logged == value  # by type, as `True` equals 1 in Python
 
 
 # The trainer calls it when it is made, so that a tokenizer whose calls cannot be read is rejected before a run.
@@ -272,8 +272,9 @@ action_reward.check_tokenizer = ActionReader  # type: ignore[attr-defined]
 
 def normalized(text: str) -> str:
     """
-    A text as it is compared: in one form of Unicode (NFC), without white space at its ends and at the ends of lines.
-    In a single line, several spaces are one; in several, they are kept, because they may be code.
+    A text as it is compared: in one form of Unicode (NFC), without empty lines at its ends and white space at the ends
+    of lines. In a single line, white space at its beginning is left out, too, and several spaces are one; in several
+    lines, both are kept, because they may be code.
     """
     lines = unicodedata.normalize("NFC", text).strip("\r\n").splitlines()
     if len(lines) == 1:
@@ -282,7 +283,10 @@ def normalized(text: str) -> str:
 
 
 def word_overlap(first: str, second: str) -> float:
-    """F1 of the words of two texts, each as often as it comes, whatever their case: from 0 to 1."""
+    """
+    F1 of the words of two texts, from 0 to 1: each word counts as often as it comes, whatever its case. 1 if neither
+    text has a word.
+    """
     words = [Counter(re.findall(r"\w+", text.casefold())) for text in (first, second)]
     n_common = (words[0] & words[1]).total()
     n_words = words[0].total() + words[1].total()
