@@ -432,6 +432,7 @@ def as_chat(message: Row, place: str) -> Row:
     `content`. `place` says where it is, for errors. Content of another kind, such as a number, stays what it is.
     """
     content = message.get("content") or ""
+    # Some logs have a single part, `{"type": "text", "text": …}`, where the API has a list of such.
     is_one_part = isinstance(content, Mapping) and content.get("type") in ("text", "input_text", "output_text")
     if isinstance(content, list) or is_one_part:
         try:

@@ -142,6 +142,7 @@ def to_pivots(
     known: set[str] = set()  # states with their actions
     for trajectory in chosen:
         for row in _states(reader, trajectory, left_out, messages, max_prompt_length, chat_template_kwargs or {}):
+            # `logged_action` makes actions equal that are written differently, such as arguments as JSON.
             key = repr((row[PROMPT_IDS], logged_action(row["action"])))
             if key in known:
                 left_out.add("that repeat an earlier state and action", trajectory, row["turn"])

@@ -272,7 +272,7 @@ action_reward.check_tokenizer = ActionReader  # type: ignore[attr-defined]
 
 def normalized(text: str) -> str:
     """
-    A text as it is compared: in one form of Unicode (NFC), without empty lines at its ends and white space at the ends
+    A text as it is compared: in one form of Unicode (NFC), without line breaks at its ends and white space at the ends
     of lines. In a single line, white space at its beginning is left out, too, and several spaces are one; in several
     lines, both are kept, because they may be code.
     """
