@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
-    # Replay needs no datasets.
+    """Import a public function only when it is used: replay, in the same package, needs no `datasets`."""
     if name == "load_rollouts":
         from .reading import load_rollouts
 

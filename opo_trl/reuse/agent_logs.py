@@ -37,7 +37,7 @@ _LANGCHAIN = ("LangChain's", "Write what its `convert_to_openai_messages` return
 
 
 def place_of(row: Row) -> str:
-    """Where a row is, for a message."""
+    """Where a row was read, for a message: such as "'a.jsonl', row 3", or "row 3" if the source is no folder."""
     file, number = row[PLACE]
     return f"{file!r}, row {number}" if file else f"row {number}"
 
@@ -47,13 +47,18 @@ def place_of(row: Row) -> str:
 
 def _of_verifiers(rows: Rows, source: str) -> Rows:
     """
-    `traces.jsonl`, also of prime-rl: traces of agents that are trained; those with an error are unscored. Each path
-    from the first message to a last one is a row, in which what an earlier row has trained on is context.
+    The rows of recorded rollouts of episodes of verifiers, also as prime-rl writes them (`traces.jsonl`).
+
+    A trace is what one agent of an episode did: a tree of messages. Of the traces of agents that are trained, each
+    path from the first message to a last one is a row, in which what an earlier path has trained on is context. A
+    trace with an error is unscored. If some trace has its tokens, those without are left out; if none has, the rows
+    are of messages. `source`, the setting `rollouts`, is for errors and warnings.
     """
     traces: Rows = []
     for episode in rows:
         of_episode = {"group": episode.get("group"), PLACE: episode[PLACE]}
         traces += [{**trace, **of_episode} for trace in episode["traces"] if trace["agent"]["trainable"]]
+    # A node is a message; a model has written it if it is "sampled".
     with_turns = [trace for trace in traces if any(node["sampled"] for node in trace["nodes"])]
     with_tokens = [trace for trace in with_turns if _has_tokens(trace["nodes"])]
     usable = with_tokens or with_turns
@@ -81,14 +86,17 @@ def _of_verifiers(rows: Rows, source: str) -> Rows:
 
 def _paths(nodes: Rows) -> list[Rows]:
     """
-    The nodes from the first message to each of the last ones; `is_own` is whether the model has written a node, and
-    in no earlier path. A path without such a node is left out.
+    The paths through a trace's tree of messages: the nodes from the first message to each last one, which no other
+    continues. A node's `parent` is the place in `nodes` of the message before it.
+
+    Nodes get `is_own`: whether the model has written them, and they are in no earlier path, so that each is trained on
+    once. A path without such a node is left out.
     """
     parents = {node.get("parent") for node in nodes}
     paths = []
-    seen: set[int] = set()
+    seen: set[int] = set()  # places of the nodes in earlier paths
     for leaf in range(len(nodes)):
-        if leaf in parents:
+        if leaf in parents:  # It is no last message.
             continue
         places: list[int] = []
         place: int | None = leaf
@@ -103,12 +111,15 @@ def _paths(nodes: Rows) -> list[Rows]:
 
 
 def _has_tokens(nodes: Rows) -> bool:
-    """Whether all that the model has said in a trace has its tokens."""
+    """Whether each node that the model has written has sampled tokens, which are those with a `mask` of 1."""
     return all(any(node["mask"]) for node in nodes if node["sampled"])
 
 
 def _row_of_trace(trace: Row, path: Rows) -> Row:
-    """The columns that a path of a trace has with tokens and without."""
+    """
+    The columns of a path of a trace that are the same whether it has tokens or only messages: the prompt, which ends
+    before the first message that counts as the model's, the settings of sampling, the reward, the group and the place.
+    """
     row: Row = {"prompt": [node["message"] for node in path[: _first_own(path)]]}
     settings = [call.get("sampling") or {} for call in trace["calls"]]
     for name in ("temperature", *TRUNCATIONS):
@@ -117,6 +128,7 @@ def _row_of_trace(trace: Row, path: Rows) -> Row:
     group = trace["group"] or {}
     group_name = group.get("id") or trace["task"].get("key")
     agent_name = trace["agent"]["name"]
+    # An episode may have several agents: of a task, the traces of each agent are a group.
     row["group"] = f"{group_name} {agent_name}"
     row[PLACE] = trace[PLACE]
     return row
@@ -124,14 +136,14 @@ def _row_of_trace(trace: Row, path: Rows) -> Row:
 
 def _reward_of_trace(trace: Row) -> float | None:
     """The weighted sum of a trace's scores; `None` if it has ended with an error, or has no score."""
-    scores = [score for score in trace["rewards"].values() if score]
+    scores = [score for score in trace["rewards"].values() if score]  # null where a function did not score it
     if not trace["ok"] or not scores:
         return None
     return sum(score["score"] * score["weight"] for score in scores)
 
 
 def _first_set(name: str, settings: Rows) -> Any:
-    """The first value of a setting that is set; `None` if none is."""
+    """The value of the setting `name` in the first call of the model that sets it; `None` if none does."""
     for settings_of_call in settings:
         if settings_of_call.get(name) is not None:
             return settings_of_call[name]
@@ -144,7 +156,11 @@ def _first_own(path: Rows) -> int:
 
 
 def _tokens_of_path(trace: Row, path: Rows) -> Row:
-    """The columns of a path with tokens; its completion begins with the first token that the model has sampled."""
+    """
+    The columns of a path whose nodes have tokens. The prompt is all before the first token that counts as the model's
+    (sampled, in a node that is its own); the mask is true for these tokens. `trace` is not used: it is there because
+    [`_messages_of_path`] needs it.
+    """
     token_ids: list[int] = []
     mask: list[bool] = []
     logps: list[float | None] = []
@@ -152,7 +168,9 @@ def _tokens_of_path(trace: Row, path: Rows) -> Row:
     for node in path:
         token_ids += node["token_ids"]
         mask += [is_sampled and node["is_own"] for is_sampled in node["mask"]]
-        remaining_logps = iter(node["logprobs"])  # A trace that lacks some is rejected with its row.
+        # A node has log-probabilities of its sampled tokens only. Where some are missing, `None` is put in their
+        # place, for which the row is rejected later.
+        remaining_logps = iter(node["logprobs"])
         logps += [next(remaining_logps, None) if is_sampled else None for is_sampled in node["mask"]]
         if node["is_own"]:
             last_text = node["message"].get("content") or ""
@@ -162,12 +180,15 @@ def _tokens_of_path(trace: Row, path: Rows) -> Row:
         "completion_ids": token_ids[start:],
         "completion_mask": mask[start:],
         "logprobs": logps[start:],
-        "completion": last_text,  # It shows whether the tokenizer is the model's.
+        "completion": last_text,  # The tokens must have it in them, or they are of another tokenizer.
     }
 
 
 def _messages_of_path(trace: Row, path: Rows) -> Row:
-    """The columns of a path without tokens."""
+    """
+    The columns of a path without tokens: the messages from the first one that counts as the model's, and the tools of
+    its trace. The assistant's messages that do not count are marked as not to be trained on.
+    """
     messages = []
     for node in path[_first_own(path) :]:
         message = node["message"]
@@ -180,9 +201,16 @@ def _messages_of_path(trace: Row, path: Rows) -> Row:
 
 
 def _of_responses(rows: Rows, source: str) -> Rows:
-    """Rollouts of NeMo Gym, or an input with its output: what is in the output is the policy's."""
+    """
+    The rows of recorded rollouts that logs in items of OpenAI's Responses API have: of NeMo Gym, or of requests with
+    `input` and `output`. What the assistant says in the output is the policy's.
+
+    Rows that cannot be read, or that NeMo Gym says not to train on, are left out with a warning. If some rows have the
+    tokens of the model's calls, only these are taken: each becomes one row, or several if a call does not continue the
+    one before. `source`, the setting `rollouts`, is for errors and warnings.
+    """
     left_out: defaultdict[str, list[str]] = defaultdict(list)
-    n_hidden = 0
+    n_hidden = 0  # conversations with a thought of which the log has no text
     rollouts: Rows = []
     for row in rows:
         request = row.get("responses_create_params") or row
@@ -190,16 +218,19 @@ def _of_responses(rows: Rows, source: str) -> Rows:
         try:
             if row.get("mask_sample"):
                 raise UnreadableError("`mask_sample` says that it is not to be trained on")
-            rollout = _rollout_of_items(request, output)
+            rollout = rollout_of_items(request, output)
         except UnreadableError as error:
             left_out[str(error)].append(place_of(row))
             continue
+        # A thought without text is "": the server has kept it for itself.
         n_hidden += any(turn.get("reasoning_content") == "" for turn in rollout["completion"])
         rollout["reward"] = row.get("reward")
+        # Columns by which NeMo Gym and other programs name the task: rollouts of the same task are one group.
         for name in ("_ng_task_index", *_NAMES_OF_GROUPS):
             if row.get(name) is not None:
                 rollout["group"] = str(row[name])
                 break
+        # `_TOKENS` holds the rows of tokens until it is known whether some rollout has any.
         rollouts.append({**rollout, PLACE: row[PLACE], _TOKENS: token_rows(output)})
     _warn_of_left_out(left_out, len(rows), source)
     if n_hidden:
@@ -214,13 +245,20 @@ def _of_responses(rows: Rows, source: str) -> Rows:
         if not rows_of_tokens:
             rows_of_rollouts.append(rollout)
         for tokens in rows_of_tokens:
+            # The last text is kept beside the tokens, which must have it in them, or they are of another tokenizer.
             text = rollout["completion"][-1]["content"]
             rows_of_rollouts.append({**rollout, **tokens, "completion": text})
     return rows_of_rollouts
 
 
-def _rollout_of_items(request: Row, output: Rows) -> Row:
-    """The columns of a request and what a model has answered, both in items."""
+def rollout_of_items(request: Row, output: Rows) -> Row:
+    """
+    The columns `prompt`, `completion` and `tools` of a request and the model's `output`, both in items of OpenAI's
+    Responses API: messages and tools as chat templates take them.
+
+    Raises:
+        [`UnreadableError`]: an item cannot be read as a message or tool, or the output has nothing of the model.
+    """
     if not isinstance(output, list):
         raise UnreadableError(f"its output is {output!r:.60}, and no list of items")
     prompt = messages_of(request["input"])
@@ -233,6 +271,10 @@ def _rollout_of_items(request: Row, output: Rows) -> Row:
 
 
 def _warn_of_left_out(left_out: Mapping[str, list[str]], n_rows: int, source: str) -> None:
+    """
+    Warn how many of the `n_rows` conversations are left out, by the reasons in `left_out`, which has for each reason
+    the places of its rows. A `ValueError` if none is left.
+    """
     count = sum(map(len, left_out.values()))
     if not count:
         return
@@ -244,7 +286,11 @@ def _warn_of_left_out(left_out: Mapping[str, list[str]], n_rows: int, source: st
 
 
 def _of_conversations(rows: Rows, source: str) -> Rows:
-    """Of anybody: the completion begins with what the assistant says first and is trained on."""
+    """
+    The rows of recorded rollouts that conversations in a column `messages` have, whoever wrote them: the prompt is all
+    before the first turn of the assistant that is to be trained on, the completion all from there. The messages may be
+    JSON, or items of OpenAI's Responses API. `source`, the setting `rollouts`, is for errors.
+    """
     for row in rows:
         place = f"rollouts={source!r}, {place_of(row)}"
         messages = row.pop("messages")
@@ -253,7 +299,7 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
         messages = _from_json(messages)
         if "tools" in row:
             row["tools"] = _from_json(row["tools"])
-        if are_items(messages):
+        if are_items(messages):  # of OpenAI's Responses API
             try:
                 messages = messages_of(messages)
                 row["tools"] = tools_of(row.get("tools") or ())
@@ -269,7 +315,7 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
         first = _first_turn(messages)
         row["prompt"] = messages[:first]
         row["completion"] = messages[first:]
-        if "group" not in row:
+        if "group" not in row:  # Another column may name the task: conversations of the same task are one group.
             names = [name for name in _NAMES_OF_GROUPS if row.get(name) is not None]
             if names:
                 row["group"] = row[names[0]]
@@ -277,7 +323,7 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
 
 
 def _first_turn(messages: Rows) -> int:
-    """Where the assistant's first turn is that is trained on or, if none is, its first."""
+    """The place of the assistant's first turn that no field marks as not to be trained on; if all are, its first."""
     turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [place for place in turns if is_trained(messages[place])]
     first, *_ = trained or turns
@@ -285,8 +331,8 @@ def _first_turn(messages: Rows) -> int:
 
 
 def _from_json(value: Any) -> Any:
-    """A list that is written as JSON text; anything else as it is."""
-    with suppress(TypeError, ValueError):
+    """A list that is written as JSON text, decoded; any other value as it is."""
+    with suppress(TypeError, ValueError):  # The value is no text, or no JSON.
         decoded = json.loads(value)
         if isinstance(decoded, list):
             return decoded
@@ -294,6 +340,7 @@ def _from_json(value: Any) -> Any:
 
 
 def _of_trl(rows: Rows, source: str) -> Rows:
+    """Reject the table of completions that TRL logs: as a reader of rows, it only says what to do instead."""
     raise ValueError(
         f"rollouts={source!r}, {place_of(rows[0])}, is TRL's table of completions, whose text lacks the special "
         "tokens, and whose rewards lack their weights. Record a run with `save_rollouts: true`."
@@ -301,6 +348,7 @@ def _of_trl(rows: Rows, source: str) -> Rows:
 
 
 def _of_verl(rows: Rows, source: str) -> Rows:
+    """Reject what verl writes of its rollouts: as a reader of rows, it only says what to do instead."""
     raise ValueError(
         f"rollouts={source!r}, {place_of(rows[0])}, is verl's `rollout_data_dir`, whose text lacks the special "
         f"tokens. {_AS_CHAT}."
@@ -346,7 +394,11 @@ OTHERS: tuple[tuple[Collection[str], str, str], ...] = (
 
 
 def misfit(name: str, value: Any) -> str:
-    """What the value of a column is, which cannot be used, and what to do: a sentence without its end."""
+    """
+    What is wrong with the value of the column `name`, which has been found unusable, and what to do: a sentence
+    without its full stop. It may be JSON text instead of a list, messages of another program, or anything else.
+    """
+    # In other columns than these, text is a list that was written as JSON.
     if isinstance(value, str) and name not in ("prompt", "completion", "reward", "temperature"):
         return f"`{name}` is {value!r:.60}, which is text. Write the list itself, not its JSON"
     for message in value if isinstance(value, list) else ():
@@ -354,14 +406,14 @@ def misfit(name: str, value: Any) -> str:
             continue
         fields = {field: content for field, content in message.items() if content is not None}
         kind = None if "role" in fields else _kind_of(fields)
-        if kind is not None:
+        if kind is not None:  # another program's message, which has no `role`
             what, fix = kind
             return f"`{name}` has {fields!r:.60}, which is {what}. {fix}"
     return f"`{name}` is {value!r:.60}, which it cannot be. See docs/reuse.md"
 
 
 def _kind_of(message: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Whose message it is that has no `role`, and what to do; nothing if that is not known."""
+    """Which program's a message without `role` is, by its fields, and what to do; `None` if it is of no known one."""
     if "from" in message and "value" in message:
         return "ShareGPT's", "Write `role` and `content`, with the roles system, user and assistant"
     if "lc" in message or message.get("type") in ("human", "ai", "system", "tool", "function"):
@@ -376,10 +428,11 @@ def _kind_of(message: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def as_chat(message: Row, place: str) -> Row:
     """
-    A message as chat templates take it: its text in one, calls as OpenAI writes them, and no empty fields. `place`
-    says where it is, for errors. Content that is neither text nor a list stays what it is.
+    A message as chat templates take it: its text in one, calls as OpenAI writes them, and no empty fields but
+    `content`. `place` says where it is, for errors. Content of another kind, such as a number, stays what it is.
     """
     content = message.get("content") or ""
+    # Some logs have a single part, `{"type": "text", "text": …}`, where the API has a list of such.
     is_one_part = isinstance(content, Mapping) and content.get("type") in ("text", "input_text", "output_text")
     if isinstance(content, list) or is_one_part:
         try:
@@ -394,12 +447,16 @@ def as_chat(message: Row, place: str) -> Row:
 
 
 def _as_call(call: Any, place: str) -> Mapping[str, Any]:
-    """A call as OpenAI writes it: `{"function": {"name": …, "arguments": …}}`; logs may lack the outer mapping."""
+    """
+    A call as OpenAI writes it: `{"function": {"name": …, "arguments": …}}`. One without the outer mapping gets it.
+    Anything else is a `ValueError`, which says where (`place`), what it is and what to do.
+    """
     function = call
     if isinstance(call, Mapping) and call.get("function"):
         function = call["function"]
     if isinstance(function, Mapping) and {"name", "arguments"} <= function.keys():
-        return _function(call, "name", "arguments") if function is call else call
+        has_outer_mapping = function is not call
+        return call if has_outer_mapping else _with_outer_mapping(call)
     kind = "not as OpenAI writes it"
     fix = 'Write {"function": {"name": …, "arguments": …}} for each call'
     if isinstance(function, str):
@@ -409,5 +466,5 @@ def _as_call(call: Any, place: str) -> Mapping[str, Any]:
     raise ValueError(f"{place}: `tool_calls` has {function!r:.60}, which is {kind}. {fix}.")
 
 
-def _function(fields: Mapping[str, Any], *names: str) -> Row:
-    return {"type": "function", "function": {name: fields[name] for name in names}}
+def _with_outer_mapping(function: Mapping[str, Any]) -> Row:
+    return {"type": "function", "function": {name: function[name] for name in ("name", "arguments")}}

@@ -42,11 +42,15 @@ def is_trained(turn: Message) -> bool:
 
 
 def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: without empty fields, and with the arguments of calls not as JSON."""
+    """
+    Copies of messages as chat templates take them: without fields that are `None`, and with the arguments of calls as
+    mappings, where a log has them as JSON text.
+    """
     rendered: list[Any] = [remove_none_values(message) for message in messages]
     for message in rendered:
         for call in message.get("tool_calls", ()):
-            with suppress(KeyError, TypeError, ValueError):  # They are a mapping, or not the JSON that they should be.
+            # Arguments that are a mapping already, or not the JSON that they should be, stay as they are.
+            with suppress(KeyError, TypeError, ValueError):
                 call["function"]["arguments"] = json.loads(call["function"]["arguments"])
     return rendered
 
@@ -56,20 +60,23 @@ def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 @dataclass
 class Expected:
-    """What has to be in the text of messages: the word in place of what a message says, how often, and arguments."""
+    """What a chat template has to render of one message, in which a word takes the place of what it says."""
 
     role: str
     word: str
-    count: int
-    arguments: Sequence[Any]
+    count: int  # how often the word has to be in the text, at least
+    arguments: Sequence[Any]  # of the message's calls, which are rendered as they are
 
 
 def messages_in_other_words(
     messages: Sequence[Message], turns: Collection[int]
 ) -> tuple[list[Message], list[Expected]]:
     """
-    Messages in which a word takes the place of what each says, but for the policy's `turns`, and what has then to be
-    in their text. What they really say might also stand somewhere else.
+    Messages for a check whether a chat template renders all of them, and what has then to be in their text.
+
+    In each message, a word of its own takes the place of its content and of the names of its calls: what it really
+    says might also stand somewhere else in the text, so that it would not be missed. The messages at the places in
+    `turns`, the policy's, stay as they are, and nothing is expected of them.
 
     Raises:
         [`UnfaithfulError`]: the content of a message is not text.
@@ -92,7 +99,10 @@ def messages_in_other_words(
 
 
 def _in_other_words(message: Message, word: str) -> tuple[dict[str, Any], int]:
-    """A message with a word in place of its content and of the names of its calls, and how often that is."""
+    """
+    A copy of a message with a word in place of its content and of the names of its calls, and how often the word is in
+    it.
+    """
     changed = dict(message)
     count = 0
     if message.get("content"):
@@ -109,7 +119,13 @@ def _in_other_words(message: Message, word: str) -> tuple[dict[str, Any], int]:
 
 
 def check_context(text_with_words: str, expected: Sequence[Expected]) -> None:
-    """Raise an [`UnfaithfulError`] if the text of [`messages_in_other_words`] lacks something that is expected."""
+    """
+    Raise an [`UnfaithfulError`] if a chat template has left something out: `text_with_words` is what it renders of the
+    messages of [`messages_in_other_words`], which says what is `expected` in it.
+
+    Each message's word has to be there as often as in the message, and all names and values in the arguments of its
+    calls, whose white space does not count.
+    """
     text = without_white_space(text_with_words)
     for message in expected:
         is_rendered = text_with_words.count(message.word) >= message.count
@@ -118,14 +134,18 @@ def check_context(text_with_words: str, expected: Sequence[Expected]) -> None:
 
 
 def check_turn(message: Message, written: str) -> None:
-    """Raise an [`UnfaithfulError`] if the text of a turn lacks something that it says; white space does not count."""
+    """
+    Raise an [`UnfaithfulError`] if `written`, the text that a chat template renders of the assistant's `message`,
+    lacks something that it says, thinks or calls. White space does not count.
+    """
     content = {name: message[name] for name in _SPOKEN if message.get(name)}
     calls = message.get("tool_calls")
     if calls:
         functions = [call["function"] for call in calls]
         content["tool_calls"] = [(function["name"], function["arguments"]) for function in functions]
     unknown = message.keys() - {"role", "content", *_TRAINABLE}
-    if not content and unknown:  # A model may also end a turn at once.
+    # A message may be empty, as a model may end a turn at once; but then what it said may be in an unknown field.
+    if not content and unknown:
         raise UnfaithfulError("a turn of the assistant is empty, but for fields that are not known")
     text = without_white_space(written)
     for name, value in content.items():
@@ -134,7 +154,7 @@ def check_turn(message: Message, written: str) -> None:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The texts and numbers in a value, with the names in mappings."""
+    """The texts, numbers and other single values in a value, at any depth; of mappings, the names as well."""
     if isinstance(value, Mapping):
         value = list(value.items())
     if isinstance(value, list | tuple):
@@ -145,7 +165,10 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_in(text: str, part: Any) -> bool:
-    """Whether a text without white space has a text or number in it: plain, in JSON or in Python, as templates do."""
+    """
+    Whether `text`, which has no white space, contains a single value in one of the forms in which templates write it:
+    plain, in JSON (with other letters as they are, or escaped), or as in Python.
+    """
     in_json = json.dumps(part, ensure_ascii=False)
     in_ascii = json.dumps(part)
     forms = (str(part), in_json.strip('"'), in_ascii.strip('"'), repr(part).strip("'"))

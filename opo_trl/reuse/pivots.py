@@ -19,10 +19,11 @@ from datasets import Dataset, DatasetDict
 from ..data.files import column
 from ..data.prompt_ids import PROMPT_IDS
 from ..rewards.actions import SAME, ActionReader, logged_action
-from . import responses, turns
-from .agent_logs import PLACE, Row, Rows, place_of
+from . import turns
+from .agent_logs import PLACE, Row, Rows, place_of, rollout_of_items
 from .conversations import UnfaithfulError, as_rendered, is_trained
 from .reading import KNOWN, load_conversations, load_files
+from .response_items import UnreadableError
 
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ Messages = Sequence[Mapping[str, Any]]
 COLUMNS = ("prompt", PROMPT_IDS, "action", "tools", "trajectory", "turn")
 _AS_JSON = ("prompt", "action", "tools", "overlap")  # Their parts have several types.
 
-# Reward of an action that a file names as the expected one.
+# Reward of an action that a file names as the expected one: it is at least any `min_reward`.
 _EXPECTED = math.inf
 
 
@@ -69,6 +70,10 @@ class LeftOut:
         self.examples: dict[str, str] = {}  # the first state of each reason
 
     def add(self, reason: str, trajectory: Trajectory, turn: int | None = None, count: int = 1) -> None:
+        """
+        Count `count` states of a trajectory that are left out for this reason: the one in which the message `turn` was
+        the action or, without it, all of the trajectory. The first of each reason is kept as an example.
+        """
         example = trajectory.name if turn is None else f"{trajectory.name}, message {turn}"
         self.counts[reason] = self.counts.get(reason, 0) + count
         self.examples.setdefault(reason, example)
@@ -137,6 +142,7 @@ def to_pivots(
     known: set[str] = set()  # states with their actions
     for trajectory in chosen:
         for row in _states(reader, trajectory, left_out, messages, max_prompt_length, chat_template_kwargs or {}):
+            # `logged_action` makes actions equal that are written differently, such as arguments as JSON.
             key = repr((row[PROMPT_IDS], logged_action(row["action"])))
             if key in known:
                 left_out.add("that repeat an earlier state and action", trajectory, row["turn"])
@@ -159,7 +165,13 @@ def _states(
     max_prompt_length: int | None,
     chat_template_kwargs: Mapping[str, Any],
 ) -> Iterator[Row]:
-    """The rows of a trajectory's turns, but for those that are left out, which are counted."""
+    """
+    The rows of the states of a trajectory, one for each of its actions: what the model read before, as messages and as
+    tokens, and what it did. States that cannot be learnt from are counted in `left_out`, with the reason.
+
+    `takes_messages`: whether an action may be a message without calls. `max_prompt_length`: most tokens of a prompt;
+    `None` for any number.
+    """
     for place in trajectory.actions:
         action = _action(trajectory.messages[place])
         reason = _why_not_taken(trajectory.messages[place], action, takes_messages=takes_messages)
@@ -190,8 +202,9 @@ def _rewarded(
     trajectories: Sequence[Trajectory], min_reward: float | None, left_out: LeftOut, source: str
 ) -> list[Trajectory]:
     """
-    The trajectories with at least `min_reward` or, without it, with the highest reward of all; if none has a reward,
-    all of them.
+    The trajectories with at least `min_reward` or, without it, with the highest reward of all. If none has a reward,
+    all of them, with a warning; a `min_reward` is a `ValueError` then. Those that are not chosen are counted in
+    `left_out`; `source`, the log's name, is for messages.
     """
     rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
     if not rewards:
@@ -215,7 +228,11 @@ def _rewarded(
 
 
 def _why_not_taken(message: Row, action: Row, *, takes_messages: bool) -> str | None:
-    """Why a logged message is no action to learn; `None` if it is one."""
+    """
+    Why a logged message is no action to learn, as the rest of a sentence that begins with "states"; `None` if it is
+    one. `action` is what the message says and calls. `takes_messages`: whether an action may be a message without
+    calls.
+    """
     if not is_trained(message):
         return "that are marked as not to be trained on"
     if action.get("tool_calls"):
@@ -229,7 +246,9 @@ def _prompt_ids(
     reader: ActionReader, before: Messages, action: Row, tools: Sequence[Any], options: Mapping[str, Any]
 ) -> list[int]:
     """
-    The tokens that a model gets before an action.
+    The tokens that a model gets for the messages `before` an action: the chat template with its generation prompt, the
+    `tools` and the run's `options`. They are checked as well: the logged `action`, rendered behind them, has to be
+    read by `reader` as the same action, as the policy's will be.
 
     Raises:
         [`UnfaithfulError`]: the chat template leaves something of the messages out, or writes the action such that it
@@ -243,14 +262,17 @@ def _prompt_ids(
         return ids  # The prompt opens a thought that the log does not have: the policy writes its own.
     written = tokenizer(text_with_action.removeprefix(text), add_special_tokens=False)["input_ids"]
     done = reader.read(written, prompt_ids=ids, tools=tools)
-    verdict = reader.verdict(logged_action(action), done, tools, {})
+    verdict = reader.verdict(logged_action(action), done, tools, {})  # `{}`: no text that only has to overlap
     if verdict != SAME:
         raise UnfaithfulError(f"the chat template writes the logged action such that it is read as: {verdict}")
     return ids
 
 
 def _plain(message: Mapping[str, Any]) -> Row:
-    """What a message says and calls: the fields that chat templates know."""
+    """
+    A copy of a message with the fields that chat templates know and that are not `None`, as the templates take them,
+    and always with `content`.
+    """
     names = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
     (plain,) = as_rendered([{name: message[name] for name in names if message.get(name) is not None}])
     plain.setdefault("content", "")
@@ -258,7 +280,10 @@ def _plain(message: Mapping[str, Any]) -> Row:
 
 
 def _action(message: Mapping[str, Any]) -> Row:
-    """What a message does: what it says and calls, but not what it thinks, and no names of calls."""
+    """
+    What a message of the assistant does: what it says, and the functions that it calls with their arguments. What it
+    thinks, and the ids of its calls, are left out.
+    """
     plain = _plain(message)
     action = {"role": "assistant", "content": plain["content"]}
     if plain.get("tool_calls"):
@@ -268,7 +293,11 @@ def _action(message: Mapping[str, Any]) -> Row:
 
 
 def _splits(rows: Rows, beginnings: Sequence[str], test_fraction: float, seed: int) -> DatasetDict:
-    """The rows as datasets: those to train on and, by the beginnings of their trajectories, those to hold out."""
+    """
+    The rows as datasets: `train` and, with a `test_fraction`, `test`. `beginnings` has for each row what its
+    trajectory begins with, which is the same for all trajectories of a task. The share is of different beginnings,
+    drawn with the `seed`, so that no task is in both; at least one is held out.
+    """
     names = list(dict.fromkeys(beginnings))
     n_held_out = max(round(test_fraction * len(names)), 1) if test_fraction else 0
     if n_held_out >= len(names):
@@ -284,11 +313,13 @@ def _splits(rows: Rows, beginnings: Sequence[str], test_fraction: float, seed: i
 
 
 def _dataset(rows: Rows) -> Dataset:
+    """The rows as a dataset, with the columns that some row has; a value that a row lacks is `None`."""
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {}
     for name in names:
         values = [row.get(name) for row in rows]
         if name in _AS_JSON:
+            # Parts of several types are kept as JSON, which the dataset decodes again.
             columns[name] = pa.array([json.dumps(value) for value in values], pa.json_())
         else:
             columns[name] = column(values)
@@ -299,7 +330,11 @@ def _dataset(rows: Rows) -> Dataset:
 
 
 def _trajectories(source: str) -> list[Trajectory]:
-    """The conversations of a log. Rows of NeMo Gym with `expected_action` are conversations with one action."""
+    """
+    The conversations of a log: `source` is a file, a folder or a dataset on the Hub. Rows of NeMo Gym with
+    `expected_action` are conversations with one action; in others, the assistant's turns after the prompt are actions.
+    A `ValueError` if they are text instead of messages.
+    """
     rows_by_file = load_files(source)
     first_row = next((row for rows in rows_by_file.values() for row in rows), {})
     if {"responses_create_params", "expected_action"} <= first_row.keys():
@@ -324,17 +359,26 @@ def _trajectories(source: str) -> list[Trajectory]:
 
 
 def _is_of_log(name: str) -> bool:
-    """Whether a column of a log goes on to reward functions."""
+    """Whether a column goes on to reward functions: it is none that the package reads or writes itself."""
     return name not in (PLACE, "group", "overlap", *KNOWN, *COLUMNS)
 
 
 def _of_nemo_gym(row: Row, place: tuple[str, int]) -> Trajectory:
-    """A state of NeMo Gym, whose logged action is in a column of its own. Its reward is of some other answer."""
-    request = row["responses_create_params"]
+    """
+    The trajectory of a row of NeMo Gym: the messages of its request, and its `expected_action` as the only action. The
+    row's `reward` is of another answer, so it is not used. `place` is the row's file (or "") and number.
+    """
     name = str(row.get("uuid") or place_of({PLACE: place}))
-    before = responses.messages(request["input"], instructions=request.get("instructions"))
     expected = row["expected_action"]
     items = expected["calls"] if expected["type"] == "function_call_batch" else [expected]
-    action = responses.messages([{"role": "assistant", **item} for item in items])
-    tools = [responses.tool(tool) for tool in request.get("tools") or ()]
-    return Trajectory(name, [*before, *action], tools, first=len(before), reward=_EXPECTED)
+    action = [{"role": "assistant", **item} for item in items]
+    try:
+        rollout = rollout_of_items(row["responses_create_params"], action)
+    except UnreadableError as error:
+        raise ValueError(f"{name}: {error}.") from error
+    for message in rollout["prompt"]:
+        if message["role"] == "developer":  # OpenAI's newer name, which few chat templates know
+            message["role"] = "system"
+    messages = [*rollout["prompt"], *rollout["completion"]]
+    # An expected action is always taken, whatever `min_reward`.
+    return Trajectory(name, messages, rollout["tools"], first=len(rollout["prompt"]), reward=_EXPECTED)

@@ -59,18 +59,21 @@ class _Tokens(NamedTuple):
     @property
     def number_in_doubt(self) -> float:
         """
-        Number of tokens in whose place another one could have been sampled: each counts by the probability of that.
+        Number of tokens in whose place another one could have been sampled: each counts by the probability of that,
+        which is 1 less its own, by the record or the policy, whichever gives it the lower one.
         """
         lower = np.minimum(self.recorded, self.current)
-        return float(-np.expm1(lower).sum())
+        return float(-np.expm1(lower).sum())  # the sum of 1 - exp(log-probability)
 
 
 def compare(
     recorded: Values, current: Values, entropies: Values, *, temperature: float, truncation: str
 ) -> Finding | None:
     """
-    Compare recorded log-probabilities of sampled tokens with the policy's own before it moves. `None` if they agree
-    within rounding, or if there are too few tokens to tell, of which only zeros that were filled in are found, too.
+    Compare recorded log-probabilities of sampled tokens with the policy's own before it moves, and say what they look
+    like. It tries in this order: truncated sampling, another temperature, zeros that were filled in, another model.
+    `None` if they agree within rounding, or if there are too few tokens to tell; zeros that were filled in are found
+    among few tokens as well.
 
     All are float64, `[n]`; `entropies` are the policy's in the places of these tokens, in nats. `temperature` is the
     run's. `truncation` says by which settings tokens were left out of sampling, such as `top_p=0.9`; empty if unknown.
@@ -79,8 +82,11 @@ def compare(
     tokens = _Tokens(recorded[is_finite], current[is_finite], entropies[is_finite])
     if not len(tokens.current):
         return None
+    # A recorded 0 was filled in, or the token was certain: it would hide what the others look like.
     nonzero = tokens.where(tokens.recorded != 0)
+    # With fewer tokens in whose place another could have been sampled, differences may look like anything by chance.
     can_tell = nonzero.number_in_doubt > _FEWEST_IN_DOUBT
+    # Without enough tokens, as if they were equal to the policy's: a slope of 1 that explains nothing.
     slope, explained = _slope(nonzero) if can_tell else (1.0, 0.0)
     # A more confident model's are above the policy's, too, but do not rise with them: hence the slope.
     if can_tell and slope > 0.5 and _look_truncated(nonzero):
@@ -120,13 +126,14 @@ def compare(
 
 def _look_truncated(tokens: _Tokens) -> bool:
     """
-    Whether recorded log-probabilities look like those of truncated sampling: never below the policy's but by rounding,
-    and often above. Where tokens are left out, the tokens that are kept share their probability.
+    Whether recorded log-probabilities look like those of truncated sampling (`top_p` and such): never below the
+    policy's but by rounding, and often above, as the tokens that are kept share the probability of those left out.
     """
-    differences = tokens.differences
+    differences = tokens.differences  # recorded less the policy's
     risen = differences.clip(min=0).sum()
     fallen = -differences.clip(max=0).sum()
-    # `top_p=0.99` adds 0.01 for each choice. By rounding in bfloat16, `top_p=0.95` falls by 0.08 of what it adds.
+    # `top_p=0.99` adds 0.01 for each choice, twice this bound. By rounding in bfloat16, `top_p=0.95` falls by 0.08 of
+    # what it adds.
     if risen - fallen <= 0.005 * tokens.number_in_doubt or fallen >= 0.1 * risen:
         return False
     # A very different model is mostly above the policy, too, but clearly below for 8 % of tokens or more.
@@ -136,12 +143,16 @@ def _look_truncated(tokens: _Tokens) -> bool:
 
 
 def _are_filled_in(tokens: _Tokens) -> NDArray[np.bool_]:
-    """Which tokens have an exact 0 that does not look like the log-probability of any policy, `[n]`."""
+    """
+    Which tokens, bool `[n]`, have a recorded 0 that somebody has filled in: the policy is not sure of the token, and
+    such zeros are more than a policy that has become sure would have. If they are not more, no token is.
+    """
     is_zero = tokens.recorded == 0
     # At this log-probability others have a tenth of the probability. A real 0 leaves them less than 1e-7.
     in_doubt = tokens.current < -0.1
     is_filled_in = is_zero & in_doubt
-    # A policy that has become sure has zeros, too, but with them as many that are almost 0.
+    # A policy that has become sure has zeros, too, but with them as many that are almost 0. Twice as many, or one
+    # token in a hundred, are taken as a policy's.
     is_almost_zero = ~is_zero & in_doubt & (tokens.recorded > -0.01)
     most_of_a_policy = max(0.01 * len(tokens.current), 2 * is_almost_zero.sum())
     if is_filled_in.sum() <= most_of_a_policy:
@@ -150,30 +161,35 @@ def _are_filled_in(tokens: _Tokens) -> NDArray[np.bool_]:
 
 
 def _differ_by_more_than_rounding(tokens: _Tokens) -> bool:
-    """Whether the mean distance of log-probabilities to the policy's is larger than between kernels in bfloat16."""
+    """
+    Whether recorded log-probabilities are, in sum, further from the policy's than those of two kernels in bfloat16 are
+    from each other, and that by more than chance (two standard errors).
+    """
     distances = np.abs(tokens.differences)
-    error_of_sum = distances.std() * len(distances) ** 0.5
-    # Between kernels in bfloat16, 0.06 was measured for each token in doubt.
+    error_of_sum = distances.std() * len(distances) ** 0.5  # standard error of the sum of distances
+    # Between kernels in bfloat16, 0.06 was measured for each token in whose place another could have been sampled.
     return bool(distances.sum() - 2 * error_of_sum > 0.06 * tokens.number_in_doubt)
 
 
 def _slope(tokens: _Tokens) -> tuple[float, float]:
     """
-    The slope between log-probabilities in the same place, and which share of the differences it explains.
+    The slope of recorded log-probabilities to the policy's in places of the same entropy, and the share of their
+    differences, from 0 to 1, that the slope and the entropy explain. 0 if the ranks show that it is no temperature.
 
     A temperature multiplies log-probabilities by such a slope and normalizes them again. The normalizer, a Rényi
     entropy, is not known, but nearly proportional to the entropy: both explain the differences.
     """
-    differences = tokens.differences
-    surprises = tokens.current + tokens.entropies
-    if not np.ptp(differences) or not np.ptp(surprises):
+    differences = tokens.differences  # recorded less the policy's
+    surprises = tokens.current + tokens.entropies  # a log-probability less its mean, which is minus the entropy
+    if not np.ptp(differences) or not np.ptp(surprises):  # All are equal: there is no line to find.
         return 1.0, 0.0
+    # Weighted least squares of the differences on a constant, the policy's log-probability and its entropy.
     columns = np.stack([np.ones_like(surprises), tokens.current, tokens.entropies], axis=1)
     # Another model may have a few tokens far off, which alone would make a line.
     weights = 1 / (1 + surprises**2)
     roots = np.sqrt(weights)
     factors, *_ = np.linalg.lstsq(columns * roots[:, None], differences * roots, rcond=None)
-    slope = 1 + float(factors[1])
+    slope = 1 + float(factors[1])  # of the recorded values; the factor is that of their differences
     residuals = differences - columns @ factors
     deviations = differences - np.average(differences, weights=weights)
     unexplained = weights @ residuals**2

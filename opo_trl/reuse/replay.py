@@ -41,11 +41,13 @@ class ReplayBuffer:
 
     def add(self, rollout: Batch, advantages: torch.Tensor) -> None:
         """
-        Add a rollout of this process; the oldest one is dropped.
+        Add this process's part of a rollout. Once `max_staleness` + 1 are kept, the oldest one is dropped.
 
-        Replay needs the `advantages` of all processes, `[N]`, NaN for completions that do not take part.
+        `advantages` are those of all processes' completions, `[N]`, NaN for completions that do not take part: a group
+        whose advantages differ carries a learning signal and may be drawn again. A `ValueError` if the rollout cannot
+        be replayed, as it has images or other entries than the one before.
         """
-        if self.max_staleness:
+        if self.max_staleness:  # else only the current rollout is kept, and nothing is drawn
             images = sorted(rollout.keys() & set(MULTIMODAL_KEYS))
             if images:
                 raise ValueError(
@@ -64,17 +66,18 @@ class ReplayBuffer:
 
     def rows_of_pass(self, rollout: int, passed: int) -> Batch:
         """
-        This process's completions of one more pass over the run's rollout number `rollout`, which has had `passed`
-        passes; from the second pass on, each group may be an earlier rollout's.
+        This process's completions of one more pass over the latest rollout, number `rollout` of the run, which has had
+        `passed` passes. From the second pass on, the place of each group is filled from one of the kept rollouts.
         """
         latest = self.rollouts[-1]
         if passed == 0 or len(self.rollouts) == 1:
             return latest
-        rollout_of_group = self._choose_rollouts(rollout, passed)  # of all processes
+        rollout_of_group = self._choose_rollouts(rollout, passed)  # index in the buffer, for groups of all processes
         n_local = len(latest["advantages"])
         places = self.process * n_local + np.arange(n_local)  # of this process's completions among those of all
         rollout_of_sample = rollout_of_group[places // self.num_generations]
-        # Samples are taken before they are put together: a copy of the buffer would double its memory.
+        # A sample keeps its place in whichever rollout it comes from. Samples are taken before they are put together:
+        # a copy of the buffer would double its memory.
         drawn = []
         for index in np.unique(rollout_of_sample):
             samples = np.flatnonzero(rollout_of_sample == index)
@@ -85,11 +88,16 @@ class ReplayBuffer:
         return take(concatenate(drawn), inverse)
 
     def _choose_rollouts(self, rollout: int, passed: int) -> np.ndarray:
-        """For each group of a rollout, over all processes, from which rollout of the buffer a pass takes it."""
-        useful = np.array(self.useful)  # `[rollouts, groups]`
+        """
+        For the place of each group, over all processes, the index of the kept rollout from which a pass takes its
+        group, int `[groups]`: drawn, with equal chances, among the rollouts whose group there is useful, that is, has
+        advantages that differ. `rollout` (its number in the run) and `passed` (passes so far) seed the draw.
+        """
+        useful = np.array(self.useful)  # `[rollouts, groups]`, the latest rollout last
+        # The highest draw of a place wins; draws are in [0, 1).
         draws = np.random.default_rng((self.seed, rollout, passed, 1)).random(useful.shape)
         draws[~useful] = -1
-        # A place without a useful group is served by the current rollout.
+        # A place without a useful group is filled from the latest rollout: 2 is above all draws.
         draws[-1, ~useful.any(axis=0)] = 2
         return draws.argmax(axis=0)
 

@@ -17,7 +17,10 @@ class UnreadableError(ValueError):
 
 
 def are_items(messages: Any) -> bool:
-    """Whether a list has items that are no messages of the chat API, and all of them are known."""
+    """
+    Whether a value is a list of items of OpenAI's Responses API, all of types that are read. A list of messages only
+    is not: each of them is a message of the chat API as well.
+    """
     if not isinstance(messages, list) or not all(isinstance(item, Mapping) for item in messages):
         return False
     types = {item.get("type") or "message" for item in messages}
@@ -26,8 +29,9 @@ def are_items(messages: Any) -> bool:
 
 def messages_of(items: str | Sequence[Item]) -> list[Message]:
     """
-    Messages of a list of items, or of a text, which the user says. What a model has written at once, such as a
-    thought, a text and several calls, is one message.
+    The messages of OpenAI's chat API that say the same as items of its Responses API. A text instead of a list is a
+    message of the user. What a model has written at once, such as a thought, a text and several calls, has an item for
+    each of these, and is one message.
 
     Raises:
         [`UnreadableError`]: an item is of another type, or lacks something.
@@ -36,7 +40,7 @@ def messages_of(items: str | Sequence[Item]) -> list[Message]:
         return [{"role": "user", "content": items}]
     messages: list[Message] = []
     for item_of_file in items:
-        # A table has each field of any item in all of them.
+        # In a table, each item has the fields of all others, as `None`.
         item = {name: value for name, value in item_of_file.items() if value is not None}
         kind = item.get("type", "message")
         if kind not in _TYPES:
@@ -59,12 +63,16 @@ def _result(item: Item) -> Message:
 
 
 def _add_to_turn(messages: list[Message], kind: str, item: Item) -> None:
-    """Add what the assistant has written to its turn, the last of the messages, or begin a new one."""
+    """
+    Add an item of the assistant's, of the type `kind` ("reasoning", "message" or "function_call"), to its turn, which
+    is the last of the `messages` if the item may continue it, or else a new one. Changes `messages`.
+    """
     turn: Message = messages[-1] if messages else {"role": ""}
     if turn["role"] != "assistant" or not _continues(turn, kind):
         turn = {"role": "assistant"}
         messages.append(turn)
     if kind == "reasoning":
+        # A turn may have several thoughts, each with a line of its own.
         thoughts = [turn["reasoning_content"]] if "reasoning_content" in turn else []
         thoughts.append(_thought(item))
         turn["reasoning_content"] = "\n".join(thoughts)
@@ -72,12 +80,15 @@ def _add_to_turn(messages: list[Message], kind: str, item: Item) -> None:
         turn["content"] = text_of_parts(item["content"])
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
-        call = {"type": "function", "id": item["call_id"], "function": function}
+        call = {"type": "function", "id": item.get("call_id"), "function": function}
         turn.setdefault("tool_calls", []).append(call)
 
 
 def _continues(turn: Message, kind: str) -> bool:
-    """Whether an item may belong to the same turn: a model thinks, then speaks, then calls."""
+    """
+    Whether an item of the type `kind` may belong to this turn of the assistant, the one before it: a model thinks,
+    then speaks, then calls. So a call always may, a thought or a text only if there are no more than thoughts yet.
+    """
     has_only_thoughts = "content" not in turn and "tool_calls" not in turn
     return kind == "function_call" or has_only_thoughts
 
@@ -89,7 +100,8 @@ def _thought(item: Item) -> str:
 
 def text_of_parts(content: Any) -> str:
     """
-    The text of content that may be written in parts.
+    The text of a message's content: a text, a part with a `text`, or a list of such parts, which are joined; empty for
+    `None`.
 
     Raises:
         [`UnreadableError`]: a part is not text.
@@ -107,7 +119,8 @@ def text_of_parts(content: Any) -> str:
 
 def tools_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
-    Tools as chat templates take them.
+    Tools as chat templates take them: `{"type": "function", "function": {"name": …}}`. OpenAI's Responses API has the
+    name and the other fields in the tool itself, its chat API in `function`.
 
     Raises:
         [`UnreadableError`]: one is no function, such as a server's own search.
@@ -126,11 +139,14 @@ def tools_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def token_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
     """
-    The rows of items with tokens (`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`): calls of the
-    model of which each continues the one before are one row, others are rows of their own.
+    The columns of tokens of recorded rollouts, for the items that have tokens (`prompt_token_ids`,
+    `generation_token_ids` and `generation_log_probs`), each of which is the last of what the model wrote in one call.
+
+    A call whose prompt begins with all tokens of the row before continues that row: what the prompt has further, such
+    as a tool's result, has a mask of 0 and no log-probabilities. Any other call begins a row.
     """
     rows: list[dict[str, Any]] = []
-    ids_of_row: list[int] = []
+    ids_of_row: list[int] = []  # all tokens of the last row so far, with its prompt
     for item in items:
         if not item.get("generation_token_ids"):
             continue
@@ -141,7 +157,7 @@ def token_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
             rows.append({"prompt_ids": prompt_ids, "completion_ids": [], "completion_mask": [], "logprobs": []})
             ids_of_row = prompt_ids
         row = rows[-1]
-        between = prompt_ids[len(ids_of_row) :]
+        between = prompt_ids[len(ids_of_row) :]  # not the model's; none in a new row
         row["completion_ids"] += between + ids
         row["completion_mask"] += [0] * len(between) + [1] * len(ids)
         row["logprobs"] += [None] * len(between) + logps

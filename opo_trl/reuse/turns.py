@@ -48,28 +48,32 @@ def context(
 
 
 def check_prompt(tokenizer: Any, prompt: Sequence[Message], template_options: Mapping[str, Any]) -> None:
-    """Raise an [`UnfaithfulError`] if a prompt of messages is not all rendered by the run's chat template."""
+    """
+    Raise an [`UnfaithfulError`] if the run's chat template leaves out something of a prompt of messages.
+    `template_options` are the run's `chat_template_kwargs`.
+    """
     ChatTemplate(tokenizer, None, template_options).check(as_rendered(prompt))
 
 
 @dataclass
 class TurnRow:
-    """
-    A text of which the policy has written some turns: of each, by its place among the messages, where it begins and
-    ends in the text. With a `reason`, the text is not what the model has read and written.
-    """
+    """A text of which the policy has written some turns: one row of a conversation to train on."""
 
     text: str
+    # Of each turn, by its place among the messages of the conversation, where it begins and ends in the text.
     turns: dict[int, tuple[int, int]] = field(default_factory=dict)
-    reason: str | None = None
+    reason: str | None = None  # why the text is not what the model has read and written, if it is not
 
     def tokens(self, tokenizer: Any) -> dict[str, list[int]]:
-        """The columns of recorded rollouts: the prompt is all before the first token that the policy has written."""
+        """
+        The text's tokens, as columns of recorded rollouts. The mask is 1 for the tokens that the policy has written,
+        whose first character is in one of its turns; the prompt is all before the first of them.
+        """
         encoding = tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = encoding["input_ids"]
         mask = [0] * len(token_ids)
         for place, (first_character, last_character) in enumerate(encoding["offset_mapping"]):
-            is_text = last_character > first_character
+            is_text = last_character > first_character  # else a token that stands for no character
             if is_text and self._is_in_turn(first_character):
                 mask[place] = 1
         start = mask.index(1)
@@ -92,12 +96,16 @@ def rows(
     first: int = 0,
 ) -> list[TurnRow]:
     """
-    The rows of a conversation. The policy has written the assistant's turns from the message with the place `first`
-    on, but for those that are marked as not to be trained on. A turn ends with the first of `end_token_ids` or, if the
-    template writes none of them, with its text.
+    The rows of a conversation, each a text that the chat template renders and that the model has read and written: a
+    turn continues the row of the turn before if its context begins with that row's text, or else begins a row.
+
+    The policy has written the assistant's turns from the message with the place `first` on, but for those that are
+    marked as not to be trained on. A turn ends with the first of `end_token_ids` or, if the template writes none of
+    them, with its text. Turns that the template does not render as they were are rows with a `reason`.
     """
     template = ChatTemplate(tokenizer, tools, template_options)
     rendered = as_rendered(messages)
+    # The texts of these tokens; an id that the tokenizer does not know has none.
     ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_token_ids)) if end]
     rows_of_turns: list[TurnRow] = []
     row = TurnRow("")
@@ -108,9 +116,11 @@ def rows(
             text_before = template.context(rendered[:place])
             text_of_turn = template.turn(rendered[: place + 1], text_before, ends)
         except UnfaithfulError as error:
+            # This row has no text, and its reason makes the next turn begin another one.
             row = TurnRow("", {place: (0, 0)}, reason=str(error))
             rows_of_turns.append(row)
             continue
+        # The first turn has no row before it: `row` is empty then, and in no list.
         continues = row.reason is None and row.turns and text_before.startswith(row.text)
         if not continues:
             row = TurnRow("")
@@ -124,7 +134,10 @@ def rows(
 
 
 def n_added_thoughts(row: TurnRow, messages: Sequence[Message]) -> int:
-    """How many of the empty thoughts in the policy's turns of a row none of its messages has."""
+    """
+    How many empty thoughts (`<think></think>`) the chat template has added to the policy's turns of a row: those in
+    the text of the turns, less those in the content of their messages.
+    """
     in_row = [row.text[start:end] for start, end in row.turns.values()]
     in_messages = [messages[turn].get("content") or "" for turn in row.turns]
     return _n_empty_thoughts(in_row) - _n_empty_thoughts(in_messages)
@@ -135,13 +148,16 @@ def _n_empty_thoughts(texts: Sequence[str]) -> int:
 
 
 def _why_unfaithful(template: "ChatTemplate", messages: Sequence[Message], row: TurnRow) -> str | None:
-    """What of the messages is not in the text of a row; `None` if all is."""
+    """
+    What the chat template leaves out of the `messages` of a conversation, up to the last turn of this row, as a text
+    that says it; `None` if nothing.
+    """
     try:
         last_turn = max(row.turns)
-        # The messages around the row's turns; the turns themselves are checked below, in the row's own text.
+        # This checks all messages but the row's turns, which are checked below, in the row's own text.
         template.check(messages[: last_turn + 1], row.turns)
         for turn, (start, end) in row.turns.items():
-            # A thought may begin in the generation prompt.
+            # A thought may begin in the generation prompt, before the turn; the message has its tag all the same.
             opening = "<think>" if row.text[:start].rstrip().endswith("<think>") else ""
             check_turn(messages[turn], opening + row.text[start:end])
     except UnfaithfulError as error:
@@ -163,10 +179,12 @@ class ChatTemplate:
 
     def turn(self, messages: Sequence[Message], text_before: str, ends: Sequence[str]) -> str:
         """
-        The text of the last message behind its context, up to and with the first of the texts that end a turn.
+        The text of the last of the `messages`, the assistant's turn: what the template renders after `text_before`,
+        which is the context that the model read, up to and with the first of `ends`, the texts of tokens that end a
+        turn, or all of it if there is none.
 
         Raises:
-            [`UnfaithfulError`]: it does not begin with its context, or is empty.
+            [`UnfaithfulError`]: the text of the messages does not begin with `text_before`, or ends with it.
         """
         text = self.text(messages)
         if not text.startswith(text_before):
@@ -174,7 +192,7 @@ class ChatTemplate:
         text_of_turn = text.removeprefix(text_before).rstrip()
         if not text_of_turn:
             raise UnfaithfulError("the chat template renders nothing of a turn behind its generation prompt")
-        lengths = [len(text_of_turn)]
+        lengths = [len(text_of_turn)]  # up to each end that is in the text, and of all of it; the shortest counts
         for end in ends:
             before_end, end_in_text, _ = text_of_turn.partition(end)
             if end_in_text:
@@ -183,20 +201,27 @@ class ChatTemplate:
 
     def check(self, messages: Sequence[Message], turns: Collection[int] = ()) -> None:
         """
-        Check that the text of messages has all that they say, but for the policy's `turns`.
+        Check that the template renders all that the messages say and call, but for those at the places in `turns`, the
+        policy's, which are not checked.
 
         Raises:
-            [`UnfaithfulError`]: it has not.
+            [`UnfaithfulError`]: it leaves something out.
         """
+        # A word of its own in place of what each message says cannot stand in the text of another one.
         with_words, expected = messages_in_other_words(messages, turns)
+        # A generation prompt may only follow where the assistant has not just spoken.
         last_is_turn = len(messages) - 1 in turns
         text_with_words = self.text(with_words, add_generation_prompt=not last_is_turn)
         check_context(text_with_words, expected)
 
     def text(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of messages."""
+        """
+        What the template renders of messages, with the conversation's tools and the run's options; `options` are
+        further ones, such as `add_generation_prompt`. An [`UnfaithfulError`] if the template refuses the messages.
+        """
+        # Templates expect `None` for no tools. A table gives each tool the fields of all others, as `None`.
         tools = remove_none_values(list(self.tools or ())) or None
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self.options, **options)
-        except (TemplateError, TypeError) as error:  # Such as of a template that takes something else for text.
+        except (TemplateError, TypeError) as error:  # A `TypeError` if it takes something else for text.
             raise UnfaithfulError(f"the chat template refuses it ({error})") from error

@@ -8,7 +8,6 @@ that opens `<think>` and never closes it has no answer.
 
 import logging
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from sympy.sets import FiniteSet, Set
 
 from . import notation, units
 from .boxes import MARK, Completion, final_answer, find_boxes, text_of, without_reasoning
+from .limits import OutOfTime, processor_time
 
 
 logger = logging.getLogger(__name__)
@@ -358,39 +358,12 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
     return bool(distance <= allowed)
 
 
-class _OutOfTime(BaseException):
-    """Not an `Exception`, which math-verify would catch, to continue with the next comparison without a limit."""
-
-
 def _or_none(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
     """What a function returns; `None` if it raises an error or takes too long."""
     try:
-        with _guarded(), _processor_time(seconds):
+        with _guarded(), processor_time(seconds):
             return function(*args)
     # On the output of a model, a parser can fail in any way.
-    except (Exception, _OutOfTime):
+    except (Exception, OutOfTime):
         logger.debug("math-verify failed on %.200r", args, exc_info=True)
         return None
-
-
-@contextmanager
-def _processor_time(seconds: float) -> Iterator[None]:
-    """math-verify's own limits use the wall clock, and fail right answers when many workers share a processor."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _OutOfTime
-
-    previous = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        try:
-            # Repeatedly, because some code, such as a destructor, swallows exceptions.
-            signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    finally:  # a last signal may arrive while the timer is being stopped
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, previous)

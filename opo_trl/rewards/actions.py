@@ -19,9 +19,15 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema, parse_response
 
+from .limits import OutOfTime, processor_time
+
 
 # Relative difference up to which numbers are the same, if one of them is not whole: enough for rounding in a text.
 TOLERANCE = 1e-6
+
+# Of processor time to read a completion. The patterns of some families take the cube of a number of spaces: 7 seconds
+# for 2,000 in an argument of Qwen3.5's that does not end.
+SECONDS = 2.0
 
 SAME = "same"
 MALFORMED = "malformed"
@@ -95,7 +101,10 @@ def action_reward(
 
 
 def logged_action(message: Mapping[str, Any]) -> Action:
-    """The action of a logged message of the assistant, whose arguments may be JSON."""
+    """
+    What a logged message of the assistant does: its calls, with their arguments decoded where they are JSON text, and
+    what it says.
+    """
     calls = []
     for call in message.get("tool_calls") or ():
         function = call["function"]
@@ -115,6 +124,7 @@ class ActionReader:
     """
 
     def __init__(self, tokenizer: Any):
+        """Find out how calls look: from the tokenizer's response template, or from TRL's for its chat template."""
         self.tokenizer = copy.copy(tokenizer)  # TRL reads completions otherwise if its own has a response template.
         has_own = any(getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         if not has_own:
@@ -132,35 +142,51 @@ class ActionReader:
                 f"action_reward cannot read the calls of {tokenizer.name_or_path!r}: its `response_template` has no "
                 f"field `tool_calls`. {_HOW}."
             )
-        self._begins = _pattern(form, "open")
+        self._begins = _pattern(form, "open")  # of the text with which a call begins
         self._ends = _pattern(form, "close")
-        # Arguments whose type the tool does not declare are then read as text.
-        self._has_types = (form or {}).get("content") != "xml-inline"
+        # Families that write no types: arguments are text, and the tool or the log says of which type they are.
+        options_of_form = (form or {}).get("content_args") or {}
+        self._has_types = options_of_form.get("value_parser", {}).get("name") != "text"
+        # The tokenizer's special texts, such as those around calls and thoughts: a message has none of them in it.
         self._marks = [mark for mark in self.tokenizer.get_added_vocab() if mark.strip()]
 
     def read(
         self, ids: Sequence[int], *, prompt_ids: Sequence[int] | None = None, tools: Sequence[Any] | None = None
     ) -> Action:
-        """What a completion of these tokens does; malformed if it cannot be read, whatever it is."""
+        """
+        What a completion of the tokens `ids` does: its calls or, without any, its message. It is malformed if it
+        cannot be read, a call in it does not end, it says nothing, or a message has parts of a call in it.
+
+        `prompt_ids`, the tokens before it, say where a turn or thought has begun. `tools` say of which type an
+        argument is, for models that write arguments without types.
+        """
         malformed = Action([], "", is_malformed=True)
-        prefix = list(prompt_ids or ())  # Without any, a new-style parser would refuse all.
+        prefix = list(prompt_ids or ())  # A parser of a `response_template` refuses all without a list.
+        # With tools, Transformers reads a text as the declared type, also where the model wrote another type.
+        typing_tools = None if self._has_types else list(tools or ()) or None
         try:
-            turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=list(tools or ()) or None)
+            with processor_time(SECONDS):
+                turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=typing_tools)
             functions = [call["function"] for call in turn.get("tool_calls") or ()]
             calls = [Call(function["name"], function["arguments"]) for function in functions]
-        except Exception:  # Parsers fail in many ways on what a model may write, and a run has to go on.
+        except (Exception, OutOfTime):  # Parsers fail in many ways on what a model may write, and a run has to go on.
             return malformed
         text_of_turn = self._without_thoughts(ids, turn)
         said = turn["content"]
         if calls:
             are_mappings = all(isinstance(call.arguments, Mapping) for call in calls)
+            # The parser also returns a call that does not end: each has to have its end in the text.
             n_ends = len(self._ends.findall(text_of_turn))
             return Action(calls, said) if are_mappings and n_ends >= len(calls) else malformed
+        # The parser returns a call that it cannot read as plain text, which has the marks of one.
         has_marks = any(mark in said for mark in self._marks) or self._begins.search(text_of_turn)
         return malformed if has_marks or not said.strip() else Action([], said)
 
     def _without_thoughts(self, ids: Sequence[int], turn: Mapping[str, Any]) -> str:
-        """The text of a completion with its special tokens, without what it thinks."""
+        """
+        The text of a completion's tokens, with the special ones, but without what it thinks: `turn` is what the parser
+        has read, in which all text but the content and the calls is thoughts, under a name that depends on the model.
+        """
         text = self.tokenizer.decode(ids)
         for name, part in turn.items():
             if name not in ("role", "content", "tool_calls") and isinstance(part, str):
@@ -168,7 +194,13 @@ class ActionReader:
         return text
 
     def verdict(self, logged: Action, done: Action, tools: Sequence[Any] | None, overlap: Mapping[str, float]) -> str:
-        """[`SAME`], or in which way what was done is not what was logged."""
+        """
+        [`SAME`] if an agent did what was logged, or else in which way it did not, as text for a log. Where a message
+        was logged, any message is the same.
+
+        Calls may come in any order. `tools` declare the defaults of arguments that are left out. `overlap` has for
+        some parameters (`tool.parameter`) the share of the words that their text needs, in `[0, 1]`.
+        """
         if done.is_malformed:
             return MALFORMED
         if not logged.calls:
@@ -177,7 +209,7 @@ class ActionReader:
             return "a message, not a call"
         if len(done.calls) != len(logged.calls):
             return f"{len(done.calls)} calls, not {len(logged.calls)}"
-        left = list(done.calls)
+        left = list(done.calls)  # those that are not yet matched with a logged one
         for call in logged.calls:
             differences = [self._difference(call, other, tools, overlap) for other in left]
             if SAME not in differences:
@@ -186,13 +218,18 @@ class ActionReader:
         return SAME
 
     def _difference(self, logged: Call, done: Call, tools: Sequence[Any] | None, overlap: Mapping[str, float]) -> str:
-        """[`SAME`], or the first difference between two calls."""
+        """
+        [`SAME`] if the call that was `done` is the `logged` one, or else their first difference, as text for a log:
+        the name of the tool, then which arguments there are, then their values. `tools` and `overlap` are as in
+        `verdict`.
+        """
         if done.name != logged.name:
             return "another tool"
         defaults = _defaults(logged.name, tools)
+        # An argument that is null or left out counts as its declared default, if it has one.
         expected = _stated(logged.arguments, defaults)
         arguments = _stated(done.arguments, defaults)
-        for name in sorted(expected.keys() ^ arguments.keys()):
+        for name in sorted(expected.keys() ^ arguments.keys()):  # the first that only one of the calls has
             return f"{name!r} is {'missing' if name in expected else 'not in the log'}"
         for name, value in expected.items():
             least_overlap = overlap.get(f"{logged.name}.{name}")
@@ -201,7 +238,12 @@ class ActionReader:
         return SAME
 
     def _is_same(self, logged: Any, value: Any, least_overlap: float | None = None) -> bool:
-        """Whether two values are the same by type. It goes no deeper than what was logged."""
+        """
+        Whether an argument's `value` is the same as the `logged` one, by the type of this one: text up to white space
+        or, with `least_overlap`, if it shares this much of the words (F1, from 0 to 1); mappings and lists by their
+        parts; numbers up to rounding. It goes no deeper than what was logged, however deep the value is.
+        """
+        # Some models write all arguments as text: it is read as JSON where the log has another type.
         if isinstance(value, str) and not isinstance(logged, str) and not self._has_types:
             with suppress(ValueError, RecursionError):
                 value = json.loads(value)
@@ -221,7 +263,7 @@ class ActionReader:
             return all(self._is_same(*parts) for parts in zip(logged, value, strict=True))
         if _is_number(logged) and _is_number(value):
             return _are_close(logged, value)
-        return type(logged) is type(value) and logged == value
+        return type(logged) is type(value) and logged == value  # by type, as `True` equals 1 in Python
 
 
 # The trainer calls it when it is made, so that a tokenizer whose calls cannot be read is rejected before a run.
@@ -230,8 +272,9 @@ action_reward.check_tokenizer = ActionReader  # type: ignore[attr-defined]
 
 def normalized(text: str) -> str:
     """
-    A text as it is compared: in one form of Unicode (NFC), without white space at its ends and at the ends of lines.
-    In a single line, several spaces are one; in several, they are kept, because they may be code.
+    A text as it is compared: in one form of Unicode (NFC), without line breaks at its ends and white space at the ends
+    of lines. In a single line, white space at its beginning is left out, too, and several spaces are one; in several
+    lines, both are kept, because they may be code.
     """
     lines = unicodedata.normalize("NFC", text).strip("\r\n").splitlines()
     if len(lines) == 1:
@@ -240,7 +283,10 @@ def normalized(text: str) -> str:
 
 
 def word_overlap(first: str, second: str) -> float:
-    """F1 of the words of two texts, each as often as it comes, whatever their case: from 0 to 1."""
+    """
+    F1 of the words of two texts, from 0 to 1: each word counts as often as it comes, whatever its case. 1 if neither
+    text has a word.
+    """
     words = [Counter(re.findall(r"\w+", text.casefold())) for text in (first, second)]
     n_common = (words[0] & words[1]).total()
     n_words = words[0].total() + words[1].total()
@@ -248,16 +294,22 @@ def word_overlap(first: str, second: str) -> float:
 
 
 def _pattern(form: Mapping[str, Any] | None, side: str) -> re.Pattern[str]:
-    """With what calls begin (`open`) or end (`close`) in a response template; without one, what matches nothing."""
+    """
+    The pattern of what calls begin with (`side` is "open") or end with ("close"). `form` is how a response template
+    says that calls are written: it has either as a text, or as a pattern (`open_pattern`, `close_pattern`).
+    """
     form = form or {}
     literal = form.get(side)
-    # With nothing to look for, every call has ended and none has begun.
+    # With nothing to look for, no call has begun, and all have ended: one pattern matches nowhere, the other anywhere.
     usual = r"(?!)" if side == "open" else r""
     return re.compile(form.get(f"{side}_pattern", usual) if literal is None else re.escape(literal))
 
 
 def _defaults(name: str, tools: Sequence[Any] | None) -> dict[str, Any]:
-    """The declared defaults of a tool's parameters."""
+    """
+    The defaults that the tool of this `name` declares for its parameters, by parameter; empty if it declares none, or
+    is not among the `tools`.
+    """
     for tool in tools or ():
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if function.get("name") != name:
@@ -282,6 +334,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_close(logged: float, value: float) -> bool:
+    """Whether two numbers are the same: whole ones exactly, others up to rounding; NaN is the same as NaN."""
     if isinstance(logged, int) and isinstance(value, int):
         return logged == value  # Two identifiers may differ in the last of many digits.
     try:

@@ -76,6 +76,7 @@ SHAPE = {
     "max_position_embeddings": 512,
 }
 LEARNING_RATE, BATCH = 3e-3, 64
+GAMES_OF_TASK = 8  # in the expert's log
 
 
 def pieces_of_tool(tool: dict) -> list[str]:
@@ -173,7 +174,7 @@ def main() -> None:
     """Write tasks, the expert's log and the base model."""
     parser = argparse.ArgumentParser(description="Make tasks, a log and a small model for the recipes of the agent.")
     parser.add_argument("--output", type=Path, default=Path("runs/agent"), help="folder to write to")
-    parser.add_argument("--games", type=int, default=6000, help="games of the expert in its log")
+    parser.add_argument("--games", type=int, default=8000, help="games of the expert in its log")
     parser.add_argument("--steps", type=int, default=300, help="of supervised learning")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     arguments = parser.parse_args()
@@ -181,8 +182,9 @@ def main() -> None:
     write_tasks(arguments.output / "tasks", "test", (*KINDS, HELD_OUT), 1000)
     games, lines = [], []
     for index in range(arguments.games):
-        kind, seed = KINDS[index % len(KINDS)], index // len(KINDS)
-        messages, reward = play_by_script(kind, seed)
+        kind, number_of_kind = KINDS[index % len(KINDS)], index // len(KINDS)
+        seed, game_number = divmod(number_of_kind, GAMES_OF_TASK)
+        messages, reward = play_by_script(kind, seed, game_number=game_number)
         games.append(messages)
         lines.append(as_log_line(messages, reward, kind, seed))
     (arguments.output / "expert.jsonl").write_text("".join(lines))

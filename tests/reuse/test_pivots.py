@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny import make_tokenizer, save_tiny_model
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from opo_trl import OPOConfig
-from opo_trl.checks.files import read_lines
+from opo_trl.checks.files import read_json, read_lines, write_json, write_lines
 from opo_trl.command import cli
 from opo_trl.command.train import main as train
 from opo_trl.data.files import load_rows
@@ -52,13 +53,27 @@ def conversation(city: str, name: str = "look", reward: float | None = 1.0, **co
         {"role": "assistant", "content": "It is booked."},
     ]
     row = {"messages": messages, "tools": [tool(name), tool("book")], **columns}
-    return row if reward is None else {**row, "reward": reward}
+    if reward is not None:
+        row["reward"] = reward
+    return row
 
 
 def written(folder: Path, *rows: dict) -> str:
     path = folder / "logs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_lines(path, rows)
     return str(path)
+
+
+def n_states(source: str, tokenizer, **options) -> int:
+    """How many states to train on a log has."""
+    return len(to_pivots(source, tokenizer, **options)["train"])
+
+
+def tokenizer_of_llama():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text(encoding="utf-8")
+    tokenizer.bos_token = "<|endoftext|>"
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +81,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a tiny model with Qwen3's chat template."""
     folder = tmp_path_factory.mktemp("qwen3")
     save_tiny_model(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
-    (folder / "chat_template.jinja").write_text((TEMPLATES / "qwen3.jinja").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "max_position_embeddings": 4096})
+    copy(TEMPLATES / "qwen3.jinja", folder / "chat_template.jinja")
     return str(folder)
 
 
@@ -94,7 +109,8 @@ def test_a_state_has_the_tokens_of_the_template_with_its_own_tools(pivots, token
             row["prompt"], tools=row["tools"], add_generation_prompt=True, tokenize=False
         )
         assert tokenizer.decode(row["prompt_ids"]) == text
-        name = row["action"]["tool_calls"][0]["function"]["name"]
+        (called,) = row["action"]["tool_calls"]
+        name = called["function"]["name"]
         assert f'"name": "{name}"' in text
         assert row["prompt"]
         assert row["turn"] == len(row["prompt"])
@@ -113,16 +129,17 @@ def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path, caplog):
     source = written(tmp_path, conversation("Rome", task=7), failed, unscored, untrained, conversation("Rome"))
     with caplog.at_level(logging.WARNING):
         rows = to_pivots(source, tokenizer)["train"]
-    assert [(row["turn"], row["task"]) for row in rows] == [(1, 7), (3, 7), (1, None)]
+    assert rows["turn"] == [1, 3, 1]
+    assert rows["task"] == [7, 7, None]
     text = caplog.text
     assert "6 of a trajectory with a reward below 1, or with none (first: row 2)" in text
     assert "3 whose logged action is a message (first: row 1, message 5)" in text
     assert "1 that are marked as not to be trained on (first: row 4, message 3)" in text
     assert "2 that repeat an earlier state and action (first: row 5, message 1)" in text
-    assert len(to_pivots(source, tokenizer, min_reward=0.5)["train"]) == 5
-    assert len(to_pivots(source, tokenizer, messages=True)["train"]) == 5
+    assert n_states(source, tokenizer, min_reward=0.5) == 5
+    assert n_states(source, tokenizer, messages=True) == 5
     longest = len(rows[0]["prompt_ids"])
-    assert len(to_pivots(source, tokenizer, max_prompt_length=longest)["train"]) == 2
+    assert n_states(source, tokenizer, max_prompt_length=longest) == 2
     with pytest.raises(ValueError, match=r"no state to train on: .*whose prompt has more than 3 tokens"):
         to_pivots(source, tokenizer, max_prompt_length=3)
 
@@ -130,10 +147,16 @@ def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path, caplog):
 def test_without_rewards_a_warning_counts_the_states(tokenizer, tmp_path, caplog):
     source = written(tmp_path, conversation("Rome", reward=None))
     with caplog.at_level(logging.WARNING):
-        assert len(to_pivots(source, tokenizer)["train"]) == 2
+        assert n_states(source, tokenizer) == 2
     assert "has no rewards: all 3 states of its 1 trajectories are taken" in caplog.text
     with pytest.raises(ValueError, match=r"min_reward=1, but .* has no rewards"):
         to_pivots(source, tokenizer, min_reward=1.0)
+
+
+def tasks_of(split: Dataset) -> set[str]:
+    """What users ask for first."""
+    first_messages = [prompt[0] for prompt in split["prompt"]]
+    return {message["content"] for message in first_messages}
 
 
 def test_trajectories_that_begin_alike_are_held_out_together(tokenizer, tmp_path):
@@ -144,18 +167,16 @@ def test_trajectories_that_begin_alike_are_held_out_together(tokenizer, tmp_path
         row["messages"][2]["content"] = "Nothing is known."
         rows.append(row)
     splits = to_pivots(written(tmp_path, *rows), tokenizer, test_fraction=0.3, seed=1)
-    tasks = {name: {row["prompt"][0]["content"] for row in split} for name, split in splits.items()}
-    assert len(tasks["test"]) == 3
-    assert len(tasks["train"]) == 7
-    assert not tasks["train"] & tasks["test"]
+    trained, held_out = tasks_of(splits["train"]), tasks_of(splits["test"])
+    assert len(held_out) == 3
+    assert len(trained) == 7
+    assert trained.isdisjoint(held_out)
     with pytest.raises(ValueError, match="leaves none to train on"):
         to_pivots(written(tmp_path, rows[0]), tokenizer, test_fraction=0.3)
 
 
 def test_a_beginning_token_is_not_doubled(tmp_path):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text(encoding="utf-8")
-    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer = tokenizer_of_llama()
     row, _ = to_pivots(written(tmp_path, conversation("Rome")), tokenizer)["train"]
     assert row["prompt_ids"].count(tokenizer.bos_token_id) == 1
 
@@ -164,11 +185,8 @@ def test_an_action_that_the_template_cannot_write_is_left_out(tmp_path, caplog):
     """Llama's template has one call in a turn, and smolvlm's none, though a response template could read them."""
     two = conversation("Rome")
     two["messages"][1]["tool_calls"] *= 2
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text(encoding="utf-8")
-    tokenizer.bos_token = "<|endoftext|>"
     with caplog.at_level(logging.WARNING):
-        rows = to_pivots(written(tmp_path, two, conversation("Oslo")), tokenizer)["train"]
+        rows = to_pivots(written(tmp_path, two, conversation("Oslo")), tokenizer_of_llama())["train"]
     assert {row["trajectory"] for row in rows} == {"row 2"}
     assert "chat template" in caplog.text
 
@@ -177,17 +195,18 @@ def test_rows_of_nemo_gym_are_taken_as_they_are(tokenizer, shared_data, caplog):
     folder = shared_data / "nemo_gym"
     with caplog.at_level(logging.WARNING):
         rows = to_pivots(str(folder / "terminal_multi_harness" / "example.jsonl"), tokenizer)["train"]
-    names = [[each["function"]["name"] for each in row["action"]["tool_calls"]] for row in rows]
+    names = []
+    for row in rows:
+        names.append([called["function"]["name"] for called in row["action"]["tool_calls"]])
     assert names == [["exec_command"], ["update_plan"], ["write_stdin", "exec_command"], ["exec_command"]]
     assert "no rewards" not in caplog.text
     source = folder / "single_step_tool_use_with_argument_comparison" / "example.jsonl"
     rows = to_pivots(str(source), tokenizer, messages=True)["train"]
-    assert len(rows) == 5
-    assert all(len(row["tools"]) == 14 for row in rows)
+    assert [len(row["tools"]) for row in rows] == [14] * 5
 
 
 def test_the_command_writes_what_a_recipe_names(model, pivots, tmp_path, capsys):
-    source = written(tmp_path, *[conversation(city) for city in ("Rome", "Oslo", "Bonn", "Kyiv")])
+    source = written(tmp_path, *map(conversation, ("Rome", "Oslo", "Bonn", "Kyiv")))
     output = tmp_path / "pivots"
     words = ["pivots", source, "--model", model, "--output", str(output), "--test-fraction", "0.25"]
     assert cli.main([*words, "--overlap", "book.city=0.5"]) == 0
@@ -275,11 +294,13 @@ def test_the_model_gets_exactly_the_tokens_of_the_rows(options, model, pivots, t
     trainer = run(model, tmp_path, pivots, **options)
     trainer.train()
     assert trainer.seen == trainer.stated
-    assert {tuple(ids) for ids in trainer.seen} <= {tuple(ids) for ids in pivots["prompt_ids"]}
+    of_rows = list(pivots["prompt_ids"])
+    assert all(ids in of_rows for ids in trainer.seen)
     assert any(entry["grad_norm"] > 0 for entry in logged(trainer))
     for rollout in trainer.rollouts:
         for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask.bool(), strict=True):
-            assert ids[mask].tolist() in trainer.stated
+            prompt_ids = ids[mask].tolist()
+            assert prompt_ids in trainer.stated
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, pivots, tmp_path):
@@ -288,10 +309,11 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(model, pivots, tmp_path)
     whole.train()
     rest = run(model, tmp_path, pivots, **options, trainer_arguments=LORA)
     rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    weights = snapshot(rest.model)
     for name, weight in snapshot(whole.model).items():
-        assert torch.equal(weight, snapshot(rest.model)[name])
-    last = [without_times(entry) for entry in logged(whole)[-2:]]
-    assert [without_times(entry) for entry in logged(rest)[-2:]] == last
+        assert torch.equal(weight, weights[name])
+    logs_of_whole, logs_of_rest = (map(without_times, logged(trainer)[-2:]) for trainer in (whole, rest))
+    assert list(logs_of_rest) == list(logs_of_whole)
 
 
 def test_a_checkpoint_of_other_tokens_is_not_resumed(model, pivots, tmp_path):
@@ -316,11 +338,11 @@ def train_on_processes(model: str, folder: str, processes: int) -> None:
 def test_two_processes_get_the_tokens_of_their_rows(model, pivots, tmp_path):
     pivots.to_parquet(tmp_path / "pivots.parquet")
     for processes, config in ((1, None), (2, "cpu")):
-        statuses = launch(
-            train_on_processes, model, str(tmp_path), processes, config=config, processes=processes, folder=tmp_path
-        )
+        options = {"config": config, "processes": processes, "folder": tmp_path}
+        statuses = launch(train_on_processes, model, str(tmp_path), processes, **options)
         assert statuses == [0] * processes, logs(tmp_path)
-    alone, together = (torch.load(tmp_path / f"run-{processes}.pt") for processes in (1, 2))
+    alone = torch.load(tmp_path / "run-1.pt")
+    together = torch.load(tmp_path / "run-2.pt")
     assert together[:4] == alone[:4]
 
 
@@ -388,13 +410,12 @@ def test_a_subclass_that_changes_prompts_is_told(model, pivots, tmp_path):
 def test_plan_and_length_limit_count_the_rows_tokens(model, pivots, tmp_path, tokenizer):
     from opo_trl.data import drop_long_prompts
 
-    longest = max(map(len, pivots["prompt_ids"]))
+    shortest, *_, longest = sorted(map(len, pivots["prompt_ids"]))
     trainer = run(model, tmp_path, pivots)
     assert f"({longest:,} + 6) tokens" in trainer.plan
     assert isinstance(trainer.args, OPOConfig)
-    shortest = min(map(len, pivots["prompt_ids"]))
-    assert len(drop_long_prompts(pivots, tokenizer, shortest)) >= 1
-    assert len(drop_long_prompts(pivots, tokenizer, longest - 1)) < len(pivots)
+    assert drop_long_prompts(pivots, tokenizer, shortest).num_rows >= 1
+    assert drop_long_prompts(pivots, tokenizer, longest - 1).num_rows < pivots.num_rows
 
 
 def test_recipe_takes_two_steps_on_real_logs_with_the_real_tokenizer(shared_data, tmp_path, capsys):
@@ -427,7 +448,9 @@ def test_recipe_takes_two_steps_on_real_logs_with_the_real_tokenizer(shared_data
         "max_steps": 2,
         "save_strategy": "no",
     }
-    words = ["--config", str(RECIPE), *[word for name, value in fields.items() for word in (f"--{name}", str(value))]]
+    words = ["--config", str(RECIPE)]
+    for name, value in fields.items():
+        words += [f"--{name}", str(value)]
     assert train([*words, "--plan"]) == 0
     assert "prompt_style: dataset" in capsys.readouterr().out
     assert train(words) == 0

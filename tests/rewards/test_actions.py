@@ -12,8 +12,9 @@ from helpers import SMALL
 from tiny import make_tokenizer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.reuse import responses
-from opo_trl.rewards import action_reward
+from opo_trl.checks.files import read_lines
+from opo_trl.reuse.response_items import messages_of, tools_of
+from opo_trl.rewards import action_reward, actions
 from opo_trl.rewards.actions import (
     MALFORMED,
     SAME,
@@ -56,10 +57,22 @@ def reader() -> ActionReader:
     return ActionReader(tokenizer_with("qwen3"))
 
 
+END = "<|im_end|>"
+
+
 def written(arguments: dict | str, name: str = "book") -> str:
     """A call in Qwen3's form."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+
+
+def turn(*calls: dict | str) -> str:
+    """A turn that consists of such calls of one tool."""
+    return "\n".join(map(written, calls)) + END
+
+
+def encoded(reader: ActionReader, text: str) -> list[int]:
+    return reader.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def message(arguments: dict, name: str = "book", *, count: int = 1) -> dict:
@@ -68,7 +81,7 @@ def message(arguments: dict, name: str = "book", *, count: int = 1) -> dict:
 
 
 def read(reader: ActionReader, text: str) -> Action:
-    return reader.read(reader.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return reader.read(encoded(reader, text))
 
 
 def verdict(reader: ActionReader, logged: dict, text: str, tools=(), **overlap: float) -> str:
@@ -79,6 +92,14 @@ def verdict(reader: ActionReader, logged: dict, text: str, tools=(), **overlap: 
 
 
 LOGGED = json.loads(re.search(r"^Logged: `(.*)`$", PAGE, re.MULTILINE)[1])
+_SCHEMAS = {
+    "city": {"type": "string"},
+    "nights": {"type": "integer"},
+    "price": {"type": "number"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "quiet": {"type": "boolean"},
+}
+TOOL_OF_PAGE = {"type": "function", "function": {"name": "book", "parameters": {"properties": _SCHEMAS}}}
 NEAR_MISSES = re.findall(r"^\| (\d+) \| `(.*)` \| (.*) \| ([01]) \|$", PAGE, re.MULTILINE)
 
 
@@ -86,11 +107,12 @@ NEAR_MISSES = re.findall(r"^\| (\d+) \| `(.*)` \| (.*) \| ([01]) \|$", PAGE, re.
 def test_near_miss_of_the_page(reader, number, text, stated, reward):
     if text.startswith("{"):
         text = written({**LOGGED["arguments"], **json.loads(text)})
-    text = text.replace("CALL", written(LOGGED["arguments"])) + "<|im_end|>"
+    text = text.replace("CALL", written(LOGGED["arguments"])) + END
     logged = message(LOGGED["arguments"])
-    assert verdict(reader, logged, text) == stated
-    ids = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert action_reward([ids], [logged], tokenizer=reader.tokenizer) == [float(reward)]
+    for tools in ((), [TOOL_OF_PAGE]):
+        assert verdict(reader, logged, text, tools) == stated
+    rewards = action_reward([encoded(reader, text)], [logged], tokenizer=reader.tokenizer)
+    assert rewards == [float(reward)]
 
 
 def test_page_has_twenty():
@@ -109,15 +131,15 @@ def test_page_has_twenty():
         "<think>\nI never stop",
         "<think>\n" + written({"city": "Rome"}),
         written({"city": "Rome"}).removesuffix("\n</tool_call>"),
-        written('"{}"') + "<|im_end|>",
-        written("[1, 2]") + "<|im_end|>",
+        written('"{}"') + END,
+        written("[1, 2]") + END,
         "<tool_call>\n[1]\n</tool_call><|im_end|>",
         '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call><|im_end|>',
         '<tool_call>\n{"arguments": {}}\n</tool_call><|im_end|>',
-        written('{"city": ' + "[" * 20_000) + "<|im_end|>",
-        written('{"city": ' + "[" * 20_000 + "]" * 20_000 + "}") + "<|im_end|>",
-        written('{"city": ' + "1" * 6_000 + "}") + "<|im_end|>",
-        "<tool_call><tool_call>" + "<|im_end|>",
+        written('{"city": ' + "[" * 20_000) + END,
+        written('{"city": ' + "[" * 20_000 + "]" * 20_000 + "}") + END,
+        written('{"city": ' + "1" * 6_000 + "}") + END,
+        "<tool_call><tool_call>" + END,
     ],
     ids=lambda text: text[:40],
 )
@@ -135,14 +157,23 @@ def test_neither_a_call_nor_a_message(reader, text):
     "logged", ["Rome", 1, 1.5, None, True, [1], {"a": 1}, 10**400], ids=lambda value: f"{value!r:.9}"
 )
 def test_any_value_has_a_verdict(reader, value, logged):
-    text = written(f'{{"city": {value}}}') + "<|im_end|>"
+    text = turn(f'{{"city": {value}}}')
     assert verdict(reader, message({"city": logged}), text) in ("another 'city'", "'city' is not in the log")
+
+
+def test_patterns_that_take_too_long_are_malformed(monkeypatch):
+    """Spaces in an argument of Qwen3.5's that does not end: without a limit, these take hours."""
+    monkeypatch.setattr(actions, "SECONDS", 0.2)
+    reader = ActionReader(tokenizer_with("qwen3_5_nothink"))
+    spaces = " " * 20_000
+    text = f"<tool_call>\n<function=book>\n<parameter=city>{spaces}</tool_call>{END}"
+    assert read(reader, text).is_malformed
+    assert read(reader, f"Hi.{END}") == Action([], "Hi.")
 
 
 def test_whole_numbers_are_exact_and_others_nearly(reader):
     def is_same(logged, value):
-        text = written({"city": value}) + "<|im_end|>"
-        return verdict(reader, message({"city": logged}), text) == SAME
+        return verdict(reader, message({"city": logged}), turn({"city": value})) == SAME
 
     assert not is_same(12345678901, 12345678902)
     assert is_same(0.1 + 0.2, 0.3)
@@ -154,37 +185,36 @@ def test_calls_come_in_any_order_and_each_counts_once(reader):
     rome, oslo = {"city": "Rome"}, {"city": "Oslo"}
     logged = message(rome)
     logged["tool_calls"] += message(oslo)["tool_calls"]
-    assert verdict(reader, logged, written(oslo) + "\n" + written(rome) + "<|im_end|>") == SAME
-    assert verdict(reader, logged, written(rome) + "\n" + written(rome) + "<|im_end|>") == "another 'city'"
-    assert verdict(reader, logged, written(rome) + "<|im_end|>") == "1 calls, not 2"
-    assert verdict(reader, message(rome), written(rome, "look") + "<|im_end|>") == "another tool"
+    assert verdict(reader, logged, turn(oslo, rome)) == SAME
+    assert verdict(reader, logged, turn(rome, rome)) == "another 'city'"
+    assert verdict(reader, logged, turn(rome)) == "1 calls, not 2"
+    other_tool = written(rome, "look") + END
+    assert verdict(reader, message(rome), other_tool) == "another tool"
 
 
 def test_defaults_of_tools_and_nulls_are_as_if_stated(reader):
     logged = message({"city": "Rome", "breakfast": "none", "nights": None})
-    assert verdict(reader, logged, written({"city": "Rome"}) + "<|im_end|>", [TOOL]) == SAME
-    assert verdict(reader, logged, written({"city": "Rome"}) + "<|im_end|>") == "'breakfast' is missing"
+    text = turn({"city": "Rome"})
+    assert verdict(reader, logged, text, [TOOL]) == SAME
+    assert verdict(reader, logged, text) == "'breakfast' is missing"
 
 
 def test_messages_are_alike_whatever_they_say(reader):
     logged = {"role": "assistant", "content": "Which city?"}
     assert verdict(reader, logged, "Where to?<|im_end|>") == SAME
     assert verdict(reader, logged, "<think>\nhm\n</think>\n\nWhere to?<|im_end|>") == SAME
-    assert verdict(reader, logged, written({}) + "<|im_end|>") == "a call, not a message"
+    assert verdict(reader, logged, turn({})) == "a call, not a message"
 
 
 def test_overlap_of_words_only_where_it_is_asked_for(reader):
     logged = message({"city": "The user wants to change the seat", "nights": 1})
-    text = written({"city": "user wants another seat", "nights": 1}) + "<|im_end|>"
+    text = turn({"city": "user wants another seat", "nights": 1})
     overlap = word_overlap("The user wants to change the seat", "user wants another seat")
     assert overlap == pytest.approx(2 * 3 / (7 + 4))
     assert verdict(reader, logged, text) == "another 'city'"
-    ids = [reader.tokenizer(text, add_special_tokens=False)["input_ids"]]
-    rewards = [
-        action_reward(ids, [logged], overlap=[{"book.city": share}], tokenizer=reader.tokenizer)
-        for share in (overlap, 0.6)
-    ]
-    assert rewards == [[1.0], [0.0]]
+    shares = [{"book.city": overlap}, {"book.city": 0.6}]
+    ids = [encoded(reader, text)] * 2
+    assert action_reward(ids, [logged] * 2, overlap=shares, tokenizer=reader.tokenizer) == [1.0, 0.0]
     assert word_overlap("", "?!") == 1.0
 
 
@@ -213,30 +243,31 @@ def test_what_a_template_writes_is_read_as_the_same_call(template):
     asked = [{"role": "user", "content": "A room, please."}]
     options = {"tools": [TOOL], "tokenize": False}
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options)
+    completions = []
     for nights in (2, 3):
-        done = {**message({"city": "Rome", "nights": nights}), "content": ""}
+        done = message({"city": "Rome", "nights": nights})
         text = tokenizer.apply_chat_template([*asked, done], **options)
         if not text.startswith(prompt):
             pytest.skip("its prompt opens a thought")
-        ids = tokenizer(text.removeprefix(prompt), add_special_tokens=False)["input_ids"]
-        prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        rewards = action_reward(
-            [ids],
-            [message({"city": "Rome", "nights": 2})],
-            tools=[[TOOL]],
-            prompt_ids=[prompt_ids],
-            tokenizer=tokenizer,
-        )
-        assert rewards == [float(nights == 2)]
+        completions.append(encoded(reader, text.removeprefix(prompt)))
+    logged = message({"city": "Rome", "nights": 2})
+    prompts = [encoded(reader, prompt)] * 2
+    of_rows = {"tools": [[TOOL]] * 2, "prompt_ids": prompts, "tokenizer": tokenizer}
+    assert action_reward(completions, [logged] * 2, **of_rows) == [1.0, 0.0]
 
 
 def test_types_of_a_family_that_writes_none_are_those_of_the_log():
     reader = ActionReader(tokenizer_with("qwen3_5_nothink"))
-    text = "<tool_call>\n<function=book>\n<parameter=nights>\n{}\n</parameter>\n</function>\n</tool_call><|im_end|>"
-    assert verdict(reader, message({"nights": 2}), text.format(2)) == SAME  # no tool says of which type it is
-    assert verdict(reader, message({"nights": "2"}), text.format(2)) == SAME
-    assert verdict(reader, message({"nights": [1]}), text.format("[1]")) == SAME
-    assert verdict(reader, message({"nights": 2}), text.format("two")) == "another 'nights'"
+
+    def verdict_on(logged, value: str) -> str:
+        argument = f"<parameter=nights>\n{value}\n</parameter>"
+        text = f"<tool_call>\n<function=book>\n{argument}\n</function>\n</tool_call>{END}"
+        return verdict(reader, message({"nights": logged}), text)
+
+    assert verdict_on(2, "2") == SAME  # no tool says of which type it is
+    assert verdict_on("2", "2") == SAME
+    assert verdict_on([1], "[1]") == SAME
+    assert verdict_on(2, "two") == "another 'nights'"
 
 
 @pytest.mark.parametrize("template", ["smolvlm", "deepseek_r1_distill"])
@@ -279,7 +310,7 @@ def test_without_a_tokenizer_the_error_says_how_to_give_one():
 def test_verdicts_go_to_the_table_of_completions(reader):
     columns = {}
     reward = partial(action_reward, tokenizer=reader.tokenizer, log_extra=columns.__setitem__)
-    ids = [reader.tokenizer(text)["input_ids"] for text in (written({}) + "<|im_end|>", "Hi.<|im_end|>")]
+    ids = [encoded(reader, text) for text in (turn({}), "Hi.<|im_end|>")]
     assert reward(completion_ids=ids, action=[message({})] * 2, prompts=["", ""]) == [1.0, 0.0]
     assert columns == {"verdict": [SAME, "a message, not a call"]}
 
@@ -291,15 +322,18 @@ def test_verdicts_beside_those_of_nemo_gym(reader, shared_data):
     """All are as NeMo Gym's but two, which docs/pivots.md names: a rule for one tool, and an empty text left out."""
     differing = []
     for folder in ("single_step_tool_use_with_argument_comparison", "terminal_multi_harness"):
-        path = shared_data / "nemo_gym" / folder / "example_rollouts.jsonl"
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
-            row = json.loads(line)
-            expected = row["expected_action"]
-            items = expected["calls"] if expected["type"] == "function_call_batch" else [expected]
-            (logged,) = responses.messages([{"role": "assistant", **item} for item in items])
-            (answer,) = responses.messages(row["response"]["output"])
-            tools = [responses.tool(tool) for tool in row["responses_create_params"].get("tools") or ()]
-            reward = float(reader.verdict(logged_action(logged), logged_action(answer), tools, {}) == SAME)
-            if reward != row["reward"]:
+        rows = read_lines(shared_data / "nemo_gym" / folder / "example_rollouts.jsonl")
+        for number, row in enumerate(rows):
+            if reward_here(reader, row) != row["reward"]:
                 differing.append((folder, number, row["reward"]))
     assert differing == [("terminal_multi_harness", 2, 1.0), ("terminal_multi_harness", 3, 1.0)]
+
+
+def reward_here(reader: ActionReader, row: dict) -> float:
+    """The reward of a rollout of NeMo Gym with one step."""
+    expected = row["expected_action"]
+    items = expected.get("calls", [expected])
+    (logged,) = messages_of([{"role": "assistant", **item} for item in items])
+    (answer,) = messages_of(row["response"]["output"])
+    tools = tools_of(row["responses_create_params"].get("tools") or ())
+    return float(reader.verdict(logged_action(logged), logged_action(answer), tools, {}) == SAME)
