@@ -162,7 +162,7 @@ def page(found: Mapping[Case, Mapping[str, Any]]) -> str:
                 f"{theirs['seconds']:.1f}",
             ]
             rows.append([f"{case.tokens_ratio}", f"{case.generations}", shown, *cells])
-    header = ["prompt : action", "G", "", "tokens", "time", "peak memory", "GRPOTrainer, seconds"]
+    header = ["prompt : longest action", "G", "", "tokens", "time", "peak memory", "GRPOTrainer, seconds"]
     return f"{_INTRODUCTION}\n{table(header, rows)}\n{_long_table()}"
 
 
@@ -184,11 +184,13 @@ def tokens_of(counts: Mapping[str, int]) -> int:
 _INTRODUCTION = f"""# An update on pivots, beside GRPOTrainer
 
 Fractions of what TRL's GRPOTrainer takes on the same rollout: {GROUPS} prompts, G actions of {ACTION // 2} to {ACTION}
-tokens, a random model of two layers on one thread of a CPU. Medians (ranges) of {REPEATS} phases; tokens are padded
-ones, with gradient counted three times. [How it is measured](../pivot_updates.py); [record](pivot_updates.jsonl).
+tokens, a random Qwen3 of two layers on one thread of a busy CPU. Medians (ranges) of {REPEATS} phases; tokens are
+padded ones, with gradient counted three times. [How it is measured](../pivot_updates.py);
+[record](pivot_updates.jsonl). Cases that are missing were not measured.
 """
-_LONG = f"""One forward and backward pass over G actions of {ACTION} tokens, once each; the mask takes a byte for each
-pair of tokens of a row.
+_LONG = f"""Fractions of what rows take: one forward and backward pass over G actions of {ACTION} tokens, measured once. The
+mask has a byte for each pair of tokens of a row, and attention on a CPU copies it as floats: so with 20,000 tokens and
+four actions, computing the prompt once saves time and takes more memory.
 """
 
 
