@@ -188,9 +188,9 @@ tokens, a random Qwen3 of two layers on one thread of a busy CPU. Medians (range
 padded ones, with gradient counted three times. [How it is measured](../pivot_updates.py);
 [record](pivot_updates.jsonl). Cases that are missing were not measured.
 """
-_LONG = f"""Fractions of what rows take: one forward and backward pass over G actions of {ACTION} tokens, measured once. The
-mask has a byte for each pair of tokens of a row, and attention on a CPU copies it as floats: so with 20,000 tokens and
-four actions, computing the prompt once saves time and takes more memory.
+_LONG = f"""Fractions of what rows take: one forward and backward pass over G actions of {ACTION} tokens, measured
+once. The mask has a byte for each pair of tokens of a row, and attention on a CPU copies it as floats: so with 20,000
+tokens and four actions, computing the prompt once saves time and takes more memory.
 """
 
 
