@@ -39,6 +39,11 @@ games alone gives up to 3 points. So a true gain of less than 5 may well end as 
 
 **Budget**: 68 runs of about 100 seconds with playing, and ten of the start: two hours of one core. If time is short,
 the last arms are left out, which are `online` and `rollouts`; never seeds.
+
+Note after the first trials of SFT, before any report, which changes nothing of the rule: one run of the recipe
+`online` with seed 42 won 27 % of the held-out kind before training and 4 % after, and far more of the trained kinds.
+In these there are always enough of such items, which a policy learns. So the measure says what an arm keeps, rather
+than what it gains, and `online` is no roof of it.
 """
 
 import json

@@ -272,6 +272,11 @@ def allocated_peak(trainer: Any) -> int:
     """Peak bytes of a phase on the CPU, besides what existed before: weights and moments."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         phase(trainer)
+    return peak_of(profiler)
+
+
+def peak_of(profiler: profile) -> int:
+    """The most bytes that were allocated at once while a profiler watched."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate(event.nbytes() for event in events))

@@ -189,10 +189,12 @@ def in_rows(values: Tensor, place: Tensor, has_label: Tensor, shape: torch.Size)
 
 def _attention(segment: Tensor, is_attended: Tensor) -> Tensor:
     """Which tokens of a row each token attends to, bool `[rows, width, width]`: of the prompt, and of its segment."""
-    same_segment = segment.unsqueeze(2) == segment.unsqueeze(1)
-    is_prompt = (segment == 0).unsqueeze(1)
-    attention = ((same_segment | is_prompt) & is_attended.unsqueeze(1)).tril()
+    # In place, as a row may have tens of thousands of tokens.
+    attention = segment.unsqueeze(2) == segment.unsqueeze(1)
+    attention |= (segment == 0).unsqueeze(1)
+    attention &= is_attended.unsqueeze(1)
+    attention.tril_()
     # Padding attends to itself: attention to nothing would be NaN.
-    to_nothing = ~attention.any(dim=2, keepdim=True)
-    itself = torch.eye(segment.size(1), dtype=torch.bool, device=segment.device)
-    return attention | (itself & to_nothing)
+    to_itself = attention.diagonal(dim1=1, dim2=2)
+    to_itself |= ~attention.any(dim=2)
+    return attention
