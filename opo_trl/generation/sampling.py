@@ -65,7 +65,7 @@ def closed(
     for name, value in model.generation_config.to_dict().items():
         if value is None or value == defaults.get(name) or name in (*chosen, *_OVERRULED, *_METADATA):
             continue
-        is_open = getattr(result, name, None) is None
+        is_open = getattr(result, name, None) is None  # the trainer has not set it
         if name in tokens:
             adopted[name] = value
         if name == "suppress_tokens":  # TRL itself suppresses the tokens of images.
@@ -80,7 +80,10 @@ def closed(
 
 
 def _log_once(adopted: Mapping[str, Any], removed: Mapping[str, Any], logged: set[str]) -> None:
-    """Log once what a model's own configuration decides, and what it asks for in vain."""
+    """
+    Log once which fields a model's own configuration decides (`adopted`), and which it asks for in vain (`removed`).
+    `logged` has the texts that have been logged, and gets this one.
+    """
 
     def named(values: Mapping[str, Any]) -> str:
         return ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values.items())

@@ -14,7 +14,7 @@ PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that 
 
 
 def answers(url: str) -> bool:
-    """Whether a server is healthy."""
+    """Whether the vLLM server at this address says, within 10 seconds, that it is healthy."""
     import requests  # as TRL's clients, with the same users and passwords, certificates and proxies
 
     try:
