@@ -45,7 +45,7 @@ def check() -> None:
         tested = " ".join(f"'{name}{TESTED[name]}'" for name in outside or TESTED)
         faults = "; ".join(verdict.breaks)
         raise ImportError(f"opo_trl cannot train with {installed}: {faults}. Run `pip install {tested}`.")
-    notes = [*verdict.differences]
+    notes = [*verdict.differences]  # with which the package works
     if outside:
         releases = ", ".join(f"{name}{TESTED[name]}, not with {release}" for name, release in outside.items())
         notes.insert(0, f"opo_trl is tested with {releases}. It checks a run's first rollout and optimizer step.")

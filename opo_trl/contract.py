@@ -229,7 +229,7 @@ def examine() -> Verdict:
             breaks.extend(f"{need.path} {fault} (for {need.purpose})" for fault in _faults(need, tested))
     if breaks:  # the classes that are read below may be missing
         return Verdict(differences, breaks)
-    mentioned = _strings_in_methods(resolve_name("trl.GRPOTrainer"))
+    mentioned = _constants_in_methods(resolve_name("trl.GRPOTrainer"))
     breaks.extend(f"rollouts have no entry {key!r}" for key in ROLLOUT_KEYS if key not in mentioned)
     new_entries = sorted(rollout_entries() - {*record["entries"]})
     differences.extend(f"rollouts have a new entry {key!r}, which opo_trl does not read" for key in new_entries)
@@ -261,9 +261,13 @@ def _exists(need: Need) -> bool:
 
 
 def _codes_of_methods(owner: type) -> Iterator[CodeType]:
-    """Code of all methods of a class; its names include the attributes of instances that they assign and read."""
+    """
+    Code of all methods of a class and of its bases. Its names (`co_names`) include the attributes of instances that
+    they assign and read.
+    """
     for base in inspect.getmro(owner):
         for member in vars(base).values():
+            # A property has its function in `fget`, a cached one in `func`.
             function = getattr(member, "fget", None) or getattr(member, "func", None) or member
             yield from _codes(function)
 
@@ -278,8 +282,10 @@ def _codes(function: Any) -> Iterator[CodeType]:
             pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
-def _strings_in_methods(owner: type) -> set[Any]:
-    """All constants in the methods of a class, such as the keys of dictionaries."""
+def _constants_in_methods(owner: type) -> set[Any]:
+    """
+    All constants in the methods of a class, among which are the strings by which they name entries of dictionaries.
+    """
     strings: set[Any] = set()
     for code in _codes_of_methods(owner):
         for constant in code.co_consts:
@@ -291,7 +297,10 @@ _KINDS = {"KEYWORD_ONLY": "by keyword", "VAR_POSITIONAL": "*", "VAR_KEYWORD": "*
 
 
 def parameters_of(function: Any) -> dict[str, str]:
-    """Parameter of a function → its kind, if that is not the usual one, and its default, if it has one."""
+    """
+    Parameter of a function, without `self` → its kind, if it is not passed by position or keyword, and its default, if
+    it has one, such as `"by keyword = None"`.
+    """
     parameters = {}
     for name, parameter in inspect.signature(function).parameters.items():
         has_default = parameter.default is not parameter.empty
@@ -306,12 +315,18 @@ def _shown(default: Any) -> str:
 
 
 def _nearest(now: dict[str, str], tested: list[dict[str, str]]) -> dict[str, str]:
-    """Parameters of a function in the tested release that is most like this one."""
+    """
+    Of the parameters that a function has in `tested` releases, those with which `now`, its installed ones, are
+    compared: the same if there are any, otherwise those of the latest release. The function is new if none is tested.
+    """
     return now if now in tested or not tested else tested[-1]
 
 
 def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
-    """Why a function cannot be called or overridden as the package does it."""
+    """
+    Why a function cannot be called or overridden as the package does it: ends of sentences that begin with its path.
+    `tested` are its parameters in tested releases.
+    """
     function = resolve_name(need.path)
     if not callable(function):
         yield "is not a function"
@@ -328,24 +343,28 @@ def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
     for name in now:
         if now[name] in ("", "by keyword") and name not in before:
             yield f"has a new parameter {name!r} without a default"
+    # Of the parameters that the package passes, those that both releases have, in order
     common = [name for name in need.parameters or () if name in now and name in before]
     if [name for name in now if name in common] != [name for name in before if name in common]:
         yield f"has another order of its parameters, {', '.join(now)}"
-    loaded = _loaded(function)
+    loaded = _names_read_by(function)
     for name in need.read:
         if loaded and name in now and name not in loaded:
             yield f"ignores its parameter {name!r}"
 
 
 def _is_called(need: Need) -> bool:
-    """Whether methods of a class still name another one of its methods."""
+    """
+    Whether a method is named by any other method of its class than itself, which says that it is still called: an
+    override of it has an effect.
+    """
     owner = resolve_name(need.owner)
     own_code = [*_codes(getattr(owner, need.name))]
     return any(need.name in code.co_names for code in _codes_of_methods(owner) if code not in own_code)
 
 
-def _loaded(function: Any) -> set[str]:
-    """Names that a function reads."""
+def _names_read_by(function: Any) -> set[str]:
+    """Names that a function reads, by the instructions of its code; empty if it is not written in Python."""
     loaded: set[str] = set()
     for code in _codes(function):
         for step in dis.get_instructions(code):
@@ -369,7 +388,10 @@ def _changed_parameters(need: Need, tested: list[dict[str, str]]) -> Iterator[st
 
 
 def rollout_entries() -> set[str]:
-    """Names of the entries that TRL puts into the rollout that it returns, as far as its text shows them."""
+    """
+    Names of the entries that TRL puts into the rollout that it returns, as far as its source shows them: keys of a
+    dictionary that it assigns to the returned name, and keys that it assigns in there. Empty without the source.
+    """
     function = inspect.unwrap(resolve_name("trl.GRPOTrainer")._generate_and_score_completions)
     try:
         source = inspect.getsource(function)
@@ -413,7 +435,10 @@ def _changed_defaults(tested: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def record_installed() -> None:
-    """Add the installed releases to the record."""
+    """
+    Add what the installed releases have to the record of tested releases, `contract.json`: parameters of functions,
+    entries of a rollout, and defaults of fields.
+    """
     empty: dict[str, Any] = {"releases": [], "parameters": {}, "entries": [], "defaults": {}}
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else empty
     for need in needs():

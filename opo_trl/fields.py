@@ -76,7 +76,10 @@ _INHERITED = {
 
 
 def described(kind: type) -> dict[str, dict[str, str]]:
-    """Heading → field → description, as the docstring of a dataclass has them in TRL's style."""
+    """
+    Heading → field → description, from the docstring of a dataclass in TRL's style: the section `Parameters:` has
+    lines `    > Heading`, each followed by fields, `    name (type):`, and their descriptions, indented by 8.
+    """
     headings: dict[str, dict[str, str]] = {}
     section, name = "", ""
     for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
@@ -131,6 +134,7 @@ def _bounds(kind: Any) -> Mapping[str, Bound]:
     """Field of a dataclass → its bound, of those that have one."""
     bounds = dict(_INHERITED)
     for name, hint in get_type_hints(kind, include_extras=True).items():
+        # A type such as `Annotated[int, COUNT]` has its bound as metadata.
         if metadata := getattr(hint, "__metadata__", ()):
             bounds[name] = metadata[0]
     return bounds
@@ -138,7 +142,10 @@ def _bounds(kind: Any) -> Mapping[str, Bound]:
 
 @functools.cache
 def _number_types(kind: Any) -> Mapping[str, tuple[type, bool]]:
-    """Field → `float`, `int` or `bool`, and whether it may be `None`, of the fields that are nothing else."""
+    """
+    Field of a dataclass → its type, and whether it may be `None`: of those whose type is `float`, `int` or `bool`, and
+    nothing else besides `None`.
+    """
     number_types: dict[str, tuple[type, bool]] = {}
     for name, hint in hints(kind).items():
         is_union = get_origin(hint) in (Union, UnionType)
@@ -164,7 +171,10 @@ def not_allowed(name: str, value: object, allowed: object) -> str:
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """Field → what is wrong with its value by itself."""
+    """
+    Field of a dataclass → message about its value, of the fields among these `values` whose value is not allowed,
+    whatever the others are. `None`, and a field without a value, are not checked here.
+    """
     problems = {}
     for name in hints(kind):
         value = values.get(name)
@@ -209,6 +219,7 @@ def number_problem(name: str, declared: str, value: Any) -> str | None:
     if declaration is None or not isinstance(value, str):
         return None
     number_type, usual = (int, "an integer") if declaration[1] == "int" else (float, "a number")
+    # That of a field of TRL or Transformers, or the bound of this module that the declaration names
     bound = _INHERITED.get(name) or globals().get(declaration[2])
     allowed = bound.text if bound else usual
     try:
@@ -233,7 +244,8 @@ def check_fields(arguments: Any) -> None:
             continue
         if value is None:
             setattr(arguments, name, usual[name])
-        # The default of some fields of Transformers, each a fraction or a count, is an integer.
+        # Converted only if the default is of another type: some fields of Transformers, each a fraction or a count,
+        # are declared as `float` but have an integer as default, and may keep one.
         elif type(value) is not type(usual[name]):
             setattr(arguments, name, number_type(value))
 

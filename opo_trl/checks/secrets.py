@@ -32,7 +32,10 @@ def mask(content: Any, name: str = "") -> Any:
 
 
 def _may_be_secret(content: Any) -> bool:
-    """Whether it is a word or a number; a token of a vocabulary begins with a bracket."""
+    """
+    Whether the value of a field with a secret's name, such as `pad_token`, may be one: a text or a whole number. A
+    token of a vocabulary, which begins with a bracket, is none.
+    """
     if type(content) not in (str, int) or not content:
         return False
     return not str(content).startswith(("<", "["))
@@ -52,7 +55,7 @@ def _mask_value(secret: re.Match[str]) -> str:
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """A command line without secrets."""
+    """A command line without secrets: the word after `--name` is taken for the value of the field `name`."""
     masked = []
     name = ""
     for word in words:

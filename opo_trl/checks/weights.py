@@ -80,8 +80,9 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
                 "Merge it into its base (`merge_and_unload`), and name the folder of the merged model."
             )
         path, options = base
-    labels = {"num_labels": 1} if scores else {}
+    labels = {"num_labels": 1} if scores else {}  # as TRL loads a reward model
     config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **{**options, **labels})
+    # The model and, if it has them, its parts, such as that for images
     parts = [config, *(getattr(config, name) for name in config.sub_configs)]
     for part in parts:
         attention = str(getattr(part, "_attn_implementation", None))
@@ -97,7 +98,8 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     else:
         architecture = config.architectures[0] if config.architectures else ""
         model_class = getattr(transformers, architecture, AutoModelForCausalLM)
-    with unsharded(), temporarily(logging, _tqdm_active=False):  # bars of downloads remain
+    # Without Transformers' progress bars; those of downloads remain.
+    with unsharded(), temporarily(logging, _tqdm_active=False):
         model, info = model_class.from_pretrained(
             path,
             config=config,
@@ -140,7 +142,10 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any, *, quantized: bo
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
-    """Check that a weight of a model can be trained, and that a user's optimizer does."""
+    """
+    Check that a weight of a model can be trained, and that an optimizer of the user's holds one of these; `None`: the
+    trainer makes it. A `ValueError` otherwise.
+    """
     trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
     if not trainable:
         raise ValueError(

@@ -58,8 +58,9 @@ class StepClock(TrainerCallback):
         seconds = dict.fromkeys(PHASES, 0.0)
         n_steps = max(self._steps, 1)
         if self._on_gpu and self._laps:
-            self._laps[-1][2].synchronize()
+            self._laps[-1][2].synchronize()  # waits until the GPU has passed the last event, and so all others
         for phase, start, end in self._laps:
+            # Events give milliseconds.
             seconds[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
         self._laps = []
         self._steps = 0

@@ -49,11 +49,15 @@ def _frozen_copy(model: Any) -> Any:
 
 @contextmanager
 def active(trainer: Any) -> Iterator[Any]:
-    """The reference model of a TRL trainer; or its policy, within this context with the adapter of the reference."""
+    """
+    The reference model of a TRL trainer. A policy with adapters has none of its own: then it is the policy itself,
+    which within this context computes what the reference does.
+    """
     if trainer.ref_model is not None:
         yield trainer.ref_model
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    # A copy of the policy's first adapter, or the base model without any.
+    # Of an adapter that was trained before, TRL keeps the copy "ref". Without one, the reference is the base model:
+    # `None` switches all adapters off.
     with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
         yield trainer.model

@@ -18,6 +18,7 @@ def shape(path: str, options: Mapping[str, Any]) -> Any | None:
     weights = [file for ending in endings for file in folder.glob(ending)]
     if weights or not (folder / "config.json").is_file():
         return None
+    # Options that change the configuration
     of_config = {name: options[name] for name in ("trust_remote_code", "attn_implementation") if name in options}
     config = AutoConfig.from_pretrained(path, **of_config)
     with torch.device("meta"):

@@ -127,6 +127,7 @@ def _share_of_step(micro_batches: Sequence[Batch], n_processes: int, process: in
     with_stand_ins[:n_computed] = np.arange(n_computed)
     rows = take(computed, with_stand_ins)
     rows |= {"opo_counts": counts, "opo_filler": is_filler, "opo_valid": rows["opo_valid"] & ~is_filler}
-    # Dealt out one by one, those that are trained first: so each process gets as many of them, or one fewer.
+    # Dealt out to the processes in turn, beginning with those that are trained: so each process gets the same number
+    # of these, or one fewer.
     trained_first = np.argsort(is_filler.numpy(), kind="stable")
     return take(rows, trained_first[process::n_processes])

@@ -63,7 +63,10 @@ class SkippedSteps:
         self.had_gradient = state["had_gradient"]
 
     def check(self, model: Any, optimizer: Any, norm: Any, *, step: int) -> Any:
-        """Drop the gradient of a `step` if it is not finite; returns its `norm` for the log."""
+        """
+        Drop the gradient of the optimizer step number `step` if its `norm` is not finite, and count the step. Returns
+        the norm for the log, NaN for a skipped step.
+        """
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
             is_skipped = self.accelerator.optimizer_step_was_skipped
@@ -78,13 +81,16 @@ class SkippedSteps:
             logger.warning(f"Step {step} is skipped: its gradient is not finite.")
             return math.nan
         self.in_a_row = 0
-        self.had_gradient = self.had_gradient or norm != 0
+        self.had_gradient = self.had_gradient or norm != 0  # so the optimizer may hold momentum from now on
         if self._may_move(optimizer):
             self.moved_at = step
         return norm
 
     def _may_move(self, optimizer: Any) -> bool:
-        """Whether the step that the optimizer is about to take can change a weight."""
+        """
+        Whether the step that the optimizer is about to take can change a weight: with a learning rate, and by a
+        gradient of this or an earlier step (momentum), by weight decay, or in a way of its own.
+        """
         while hasattr(optimizer, "optimizer"):  # wrapped by Accelerate or DeepSpeed
             optimizer = optimizer.optimizer
         kind = type(optimizer)
@@ -110,7 +116,10 @@ class SkippedSteps:
             )
 
     def _step_schedule(self, scheduler: Any) -> None:
-        """Advance the schedule over a skipped step, as Transformers does without gradient scaler and DeepSpeed."""
+        """
+        Advance the schedule of the learning rate over a skipped step. Transformers does so itself, except where a
+        gradient scaler or DeepSpeed has skipped the step: then every run has the same schedule.
+        """
         was_held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
         self._schedule_due = False
         follows_metric = isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))
@@ -119,7 +128,10 @@ class SkippedSteps:
 
 
 def _has_state(optimizer: Any) -> bool:
-    """Whether an optimizer has made steps with a gradient before this run, and remembers them."""
+    """
+    Whether an optimizer holds anything from steps with a gradient, such as momentum: a tensor that is not all 0,
+    besides its count of steps.
+    """
     for state in optimizer.state.values():
         for name, value in state.items():
             if name != "step" and isinstance(value, torch.Tensor) and bool(value.any()):
