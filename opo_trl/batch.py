@@ -95,7 +95,7 @@ def carried(rollout: Mapping[str, Any]) -> Batch:
     n_completions = len(rollout["completion_ids"])
 
     def can_travel(name: str, value: Any) -> bool:
-        if name in KNOWN_KEYS:
+        if name in KNOWN_KEYS:  # entries of the tested releases
             return True
         return isinstance(value, Tensor) and value.shape[:1] == (n_completions,)
 

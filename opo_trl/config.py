@@ -34,7 +34,14 @@ logger = logging.getLogger(__name__)
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 
 # The usual optimizers among those that Transformers offers, which read no `optim_args`
-_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
+_OPTIMIZERS_WITHOUT_ARGS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "adafactor",
+)
 
 
 @dataclass
@@ -94,6 +101,7 @@ class ObjectiveConfig:
 
     def _take_from_loss_type(self, loss_type: str) -> None:
         """Set `objective` to the loss that `loss_type`, TRL's field, names."""
+        # `NEAREST`: a loss of TRL that this package does not have → the most similar one that it has
         allowed = f"one of {', '.join(OBJECTIVES)}; nearest is {NEAREST.get(loss_type, 'dapo')}"
         require(loss_type in OBJECTIVES, "loss_type", loss_type, allowed)
         if self.objective not in (None, loss_type):
@@ -142,7 +150,7 @@ def check_optim_args(args: Any) -> None:
             f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={args.lr_scheduler_type.value!r}. "
             "Set it to 'constant_with_warmup'."
         )
-    if args.optim_args and args.optim in _WITHOUT_ARGS:
+    if args.optim_args and args.optim in _OPTIMIZERS_WITHOUT_ARGS:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")
 
 

@@ -181,7 +181,7 @@ NEEDS: dict[str, dict[str, str]] = {
 }
 
 
-_TRAINERS = ("trl.GRPOTrainer", "transformers.Trainer")  # of which the package overrides methods
+_OVERRIDDEN_CLASSES = ("trl.GRPOTrainer", "transformers.Trainer")  # of which the package overrides methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Verdict:
 
 def examine() -> Verdict:
     """Compare the installed releases with what the package needs and with the tested ones. No model is loaded."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    record = json.loads(RECORD.read_text(encoding="utf-8"))  # what the tested releases have
     differences: list[str] = []
     breaks: list[str] = []
     for need in needs():
@@ -238,7 +238,10 @@ def examine() -> Verdict:
 
 
 def needs() -> Iterator[Need]:
-    """All names that the package needs."""
+    """
+    All names that the package needs, from the texts in `NEEDS`, such as `train(resume, trial?) args`: a method whose
+    parameter `trial` need not be read, and an attribute.
+    """
     for purpose, owners in NEEDS.items():
         for owner, names in owners.items():
             for name, signature in re.findall(r"(\w+)(\([^)]*\))?", names):
@@ -293,7 +296,12 @@ def _constants_in_methods(owner: type) -> set[Any]:
     return strings
 
 
-_KINDS = {"KEYWORD_ONLY": "by keyword", "VAR_POSITIONAL": "*", "VAR_KEYWORD": "**", "POSITIONAL_ONLY": "by position"}
+_UNUSUAL_KINDS = {
+    "KEYWORD_ONLY": "by keyword",
+    "VAR_POSITIONAL": "*",
+    "VAR_KEYWORD": "**",
+    "POSITIONAL_ONLY": "by position",
+}
 
 
 def parameters_of(function: Any) -> dict[str, str]:
@@ -304,13 +312,13 @@ def parameters_of(function: Any) -> dict[str, str]:
     parameters = {}
     for name, parameter in inspect.signature(function).parameters.items():
         has_default = parameter.default is not parameter.empty
-        default = f"= {_shown(parameter.default)}" if has_default else ""
-        parameters[name] = f"{_KINDS.get(parameter.kind.name, '')} {default}".strip()
+        default = f"= {_short_repr(parameter.default)}" if has_default else ""
+        parameters[name] = f"{_UNUSUAL_KINDS.get(parameter.kind.name, '')} {default}".strip()
     parameters.pop("self", None)
     return parameters
 
 
-def _shown(default: Any) -> str:
+def _short_repr(default: Any) -> str:
     return re.sub(r" at 0x\w+", "", repr(default))[:80]
 
 
@@ -331,7 +339,8 @@ def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
     if not callable(function):
         yield "is not a function"
         return
-    if need.owner in _TRAINERS and need.name.startswith("_") and not _is_called(need):
+    # Of the trainers, the package overrides methods that begin with "_".
+    if need.owner in _OVERRIDDEN_CLASSES and need.name.startswith("_") and not _is_called(need):
         yield "is called no more"  # so an override of it would change nothing
     now = parameters_of(function)
     before = _nearest(now, tested)
@@ -416,18 +425,18 @@ def config_defaults() -> dict[str, str]:
     defaults = {}
     for field in dataclasses.fields(resolve_name("trl.GRPOConfig")):
         factory: Any = field.default_factory
-        defaults[field.name] = _shown(field.default if factory is dataclasses.MISSING else factory())
+        defaults[field.name] = _short_repr(field.default if factory is dataclasses.MISSING else factory())
     return defaults
 
 
-_ABSENT = "absent"  # in place of a default, where a tested release has no such field
+_NO_SUCH_FIELD = "absent"  # in place of a default, where a tested release has no such field
 
 
 def _changed_defaults(tested: Mapping[str, list[str]]) -> Iterator[str]:
     """Fields of `GRPOConfig` that are new, or whose default no tested release has, as sentences."""
     now = config_defaults()
     for name in {**tested, **now}:
-        default = now.get(name, _ABSENT)
+        default = now.get(name, _NO_SUCH_FIELD)
         if name not in tested:
             yield f"trl.GRPOConfig has a new field {name!r} (default {default}), which opo_trl does not know"
         elif default not in tested[name]:
@@ -449,8 +458,8 @@ def record_installed() -> None:
     record["entries"] = sorted({*record["entries"], *rollout_entries()})
     defaults = config_defaults()
     for name in {**record["defaults"], **defaults}:
-        tested = record["defaults"].setdefault(name, [_ABSENT] if record["releases"] else [])
-        default = defaults.get(name, _ABSENT)
+        tested = record["defaults"].setdefault(name, [_NO_SUCH_FIELD] if record["releases"] else [])
+        default = defaults.get(name, _NO_SUCH_FIELD)
         tested.extend([default] if default not in tested else [])
     installed = [f"{name} {version(name)}" for name in ("trl", "transformers", "accelerate")]
     record["releases"].append(", ".join(installed))

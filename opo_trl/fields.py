@@ -63,7 +63,7 @@ WORKER_MEMORY = Bound(
 )
 
 # Bounds of fields of TRL and Transformers: of those that would silently train something else if they were out of range
-_INHERITED = {
+_BOUNDS_OF_INHERITED = {
     "max_steps": Bound("an integer of at least 1, or to -1 to use `num_train_epochs`", lambda x: x >= 1 or x == -1),
     "num_train_epochs": POSITIVE,
     "temperature": POSITIVE,
@@ -132,7 +132,7 @@ def hints(kind: Any) -> Mapping[str, Any]:
 @functools.cache
 def _bounds(kind: Any) -> Mapping[str, Bound]:
     """Field of a dataclass → its bound, of those that have one."""
-    bounds = dict(_INHERITED)
+    bounds = dict(_BOUNDS_OF_INHERITED)  # of fields of TRL and Transformers, whose types have none
     for name, hint in get_type_hints(kind, include_extras=True).items():
         # A type such as `Annotated[int, COUNT]` has its bound as metadata.
         if metadata := getattr(hint, "__metadata__", ()):
@@ -207,7 +207,7 @@ def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
     return None
 
 
-_NUMBER = re.compile(r"(?:Annotated\[)?(int|float)(?: \| None)?(?:, ([A-Z_]+)\])?")
+_DECLARED_NUMBER = re.compile(r"(?:Annotated\[)?(int|float)(?: \| None)?(?:, ([A-Z_]+)\])?")
 
 
 def number_problem(name: str, declared: str, value: Any) -> str | None:
@@ -215,12 +215,13 @@ def number_problem(name: str, declared: str, value: Any) -> str | None:
     What is wrong with the text of a number; `None` if it is fine, or the field is not `declared` as a number. This
     needs the field's type as its source has it, and no import of its class.
     """
-    declaration = _NUMBER.fullmatch(declared)
+    # Such as `Annotated[float | None, POSITIVE]`: the type of the number, and the name of its bound
+    declaration = _DECLARED_NUMBER.fullmatch(declared)
     if declaration is None or not isinstance(value, str):
         return None
     number_type, usual = (int, "an integer") if declaration[1] == "int" else (float, "a number")
     # That of a field of TRL or Transformers, or the bound of this module that the declaration names
-    bound = _INHERITED.get(name) or globals().get(declaration[2])
+    bound = _BOUNDS_OF_INHERITED.get(name) or globals().get(declaration[2])
     allowed = bound.text if bound else usual
     try:
         number = number_type(value)

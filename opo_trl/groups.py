@@ -37,6 +37,7 @@ def equal_rewards(rewards: Tensor, weights: Tensor, counts: Tensor, num_generati
     """
     terms = rewards * weights
     magnitudes = terms.abs().nansum(dim=1).view(-1, num_generations)
+    # So many units of float32's rounding, relative to the largest sum of absolute terms in the group
     rounding = ROUNDING_ERRORS * torch.finfo(torch.float32).eps * magnitudes.amax(dim=1)
     # Of groups, `[N / num_generations]`, as the rounding
     differ = have_spread(terms.nansum(dim=1), counts, num_generations, rounding)

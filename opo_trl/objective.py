@@ -594,6 +594,7 @@ class OPO(Objective):
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
+        # Without gradient. The first bound keeps the exponential finite, the second is 2.
         log_ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
         ratio = log_ratio.exp().clamp(max=MAX_WEIGHT)
         return torch.where(samples.weights != 0, samples.weights * ratio, 0.0)

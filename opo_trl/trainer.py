@@ -479,7 +479,7 @@ class OPOTrainer(RolloutTrainer):
     def _next_micro_batches(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
         """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
-        if self._window_start is None:
+        if self._window_start is None:  # the first call of an optimizer step
             self._window_start = self._step
         # Calls of `training_step`, including this one, until the policy moves
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
@@ -499,6 +499,7 @@ class OPOTrainer(RolloutTrainer):
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
             steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
+            # For each call of `training_step` in this pass, its micro-batches
             self._cut_pass = self._micro_batches(steps, 0 if has_moved else until_update)
         return self._cut_pass[call_of_pass]
 
@@ -767,6 +768,7 @@ class OPOTrainer(RolloutTrainer):
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
                 metrics[f"opo/time/{phase}"].append(seconds)
+            # The range is the highest advantage of the current rollout less the lowest.
             efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             self._append("train", "opo/gradient_response_efficiency", efficiency)
             for kind, count in self._reward_failures.take().items():
@@ -786,7 +788,7 @@ class OPOTrainer(RolloutTrainer):
         Norm of the gradient of an optimizer step, for the log; a gradient that is not finite is dropped, and its norm
         is NaN. Before, with untested releases, the backward passes of the run's first step are checked.
         """
-        if self._window_start is not None:
+        if self._window_start is not None:  # `_step` counts calls of `training_step`
             self._first_step_checks.check_step(self._step - self._window_start)
         if self._first_step_checks.is_complete:
             self._first_step = None  # no checks from here on
@@ -887,6 +889,7 @@ class OPOTrainer(RolloutTrainer):
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `_state`: also with the log, as if the run had not ended."""
         super()._load_state(state)
         device = self.accelerator.device
         self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]

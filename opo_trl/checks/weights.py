@@ -18,8 +18,8 @@ from . import files
 
 
 # Options of `from_pretrained` that say where the files are and how their tensors are called.
-_PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
-_SOURCE = (*_PLACE, "variant", "use_safetensors", "trust_remote_code", "key_mapping")
+_OPTIONS_OF_PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+_OPTIONS_OF_FILES = (*_OPTIONS_OF_PLACE, "variant", "use_safetensors", "trust_remote_code", "key_mapping")
 
 
 def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -32,7 +32,7 @@ def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dic
         `ValueError`: no base is named, or its folder is not there; or a complete model is there as well.
     """
     try:
-        file = find_adapter_config_file(path, **{name: options[name] for name in _PLACE if name in options})
+        file = find_adapter_config_file(path, **{name: options[name] for name in _OPTIONS_OF_PLACE if name in options})
     except OSError:  # `from_pretrained` says what is wrong with the name.
         return None
     if file is None:
@@ -57,6 +57,7 @@ def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dic
             f"{field}={path!r} is an adapter of base_model_name_or_path={base!r}, which does not exist. "
             "Set it in its adapter_config.json to the base model's folder or name."
         )
+    # The base has a revision of its own, and lies in no subfolder of the adapter's.
     others = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
     return base, others | {"revision": config.get("revision")}
 
@@ -106,7 +107,7 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
             device_map="meta",
             attn_implementation="eager",
             output_loading_info=True,
-            **{name: options[name] for name in _SOURCE if name in options},
+            **{name: options[name] for name in _OPTIONS_OF_FILES if name in options},
         )
     parameters = dict(model.named_parameters())
     missing = sorted(info["missing_keys"] & parameters.keys())

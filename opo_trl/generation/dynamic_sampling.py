@@ -47,7 +47,7 @@ class DynamicSampling:
         # processes and 4 completions of a prompt, those of 3 prompts do, 2 on each.
         fewest_prompts = n_processes // math.gcd(n_processes, self.num_generations)
         rollout = generate(self._local_prompts(n_prompts), True)
-        if rollout.keys() & {*MULTIMODAL_KEYS}:
+        if rollout.keys() & {*MULTIMODAL_KEYS}:  # entries of images
             raise ValueError(f"max_sampling_rounds={self.max_rounds} cannot replace samples with images. Set it to 1.")
         places = self._zero_variance(rollout, reward_weights)  # numbers of the groups that are to be replaced
         n_without_spread = len(places)

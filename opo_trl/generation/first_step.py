@@ -36,7 +36,7 @@ Tokens = list[int]
 Tokenizer = Callable[[list[Any]], tuple[list[Tokens], ...]]
 LogpFunction = Callable[..., tuple[Tensor, ...]]
 
-_LONGEST = 24  # tokens of a prompt and of a completion whose logits are computed
+_MOST_TOKENS = 24  # tokens of a prompt and of a completion whose logits are computed
 _CHECKED_COMPLETIONS = 4  # number of completions whose logits are computed
 
 
@@ -59,20 +59,20 @@ class FirstStep:
         # For each micro-batch: the gradient that reaches its loss in each backward pass
         self.loss_gradients: list[list[float]] = []
         self.temperatures: set[float] = set()  # at which the model has sampled
-        self._checked: set[str] = set()  # quantities that have been checked, each once in a run
+        self._checked_quantities: set[str] = set()  # quantities that have been checked, each once in a run
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to check: advantages are checked in the first rollout that has any but 0."""
-        return "advantages" in self._checked
+        return "advantages" in self._checked_quantities
 
     def _report(self, quantity: str, problems: Iterator[str]) -> None:
         """
         Raise the same `RuntimeError` on all processes if any has found a problem with a quantity; only once for each.
         """
-        if quantity in self._checked:
+        if quantity in self._checked_quantities:
             return
-        self._checked.add(quantity)
+        self._checked_quantities.add(quantity)
         all_problems = gather_object([*problems])
         if not all_problems:
             return
@@ -379,8 +379,8 @@ class FirstStep:
             models["the reference model"] = trainer.ref_model
         lengths = samples["completion_mask"].sum(dim=1)
         for place in lengths.argsort(descending=True)[:_CHECKED_COMPLETIONS].tolist():
-            prompt = _without_padding(samples, "prompt", place)[-_LONGEST:]
-            completion = _without_padding(samples, "completion", place)[:_LONGEST]
+            prompt = _without_padding(samples, "prompt", place)[-_MOST_TOKENS:]
+            completion = _without_padding(samples, "completion", place)[:_MOST_TOKENS]
             for name, model in models.items():
                 problems = self._logp_problems_of(model, prompt, completion, logps_of_trl, n_padding)
                 yield from (f"{problem}{name}'s logits" for problem in problems)

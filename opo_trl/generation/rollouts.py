@@ -66,7 +66,7 @@ class RolloutTrainer(GRPOTrainer):
 
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _prefetch: prefetch.Prefetch | None = None  # of the main process, with `prefetch_rollouts`
-    _prompts_of_rows: prompt_ids.PromptsOfRows | None = None  # in a round of generation whose rows bring their tokens
+    _tokens_of_rows: prompt_ids.PromptsOfRows | None = None  # in a round of generation whose rows bring their tokens
     _evaluated: list[Tensor]  # rewards of each batch of an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -178,11 +178,11 @@ class RolloutTrainer(GRPOTrainer):
         """
         self._place: Place = Place()  # place in the data after the prompts of the current rollout
         self._resumed_position = 0  # micro-steps of the checkpoint's last rollout that are trained
-        self._is_spent = False  # whether the checkpoint ends a run that has generated `max_completions`
+        self._budget_was_spent = False  # whether the checkpoint ends a run that has generated `max_completions`
         if resumed is not None:
             self._place = Place(**resumed["place"])
             self._resumed_position = resumed["position"]
-            self._is_spent = has_spent_budget(self.args, resumed)
+            self._budget_was_spent = has_spent_budget(self.args, resumed)
         if self._prefetch is not None:
             self._prefetch.drop()
         self._reward_failures = RewardFailures()
@@ -251,7 +251,8 @@ class RolloutTrainer(GRPOTrainer):
         - A stream of data has none: Transformers skips its beginning, and is told its epoch and how much to skip.
         """
         # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps or self._is_spent:  # the checkpoint spends `max_completions`
+        # So it would if the checkpoint has already spent `max_completions`.
+        if self.state.global_step >= self.state.max_steps or self._budget_was_spent:
             self.control.should_training_stop = True
             return
         is_first = named["epoch"] == named["epochs_trained"]
@@ -307,7 +308,7 @@ class RolloutTrainer(GRPOTrainer):
         # `_place` is where the prompts of the current rollout end.
         rows = [dataset[index] for index in sampler.prompts_after(self._place)]
         prompts = [row["prompt"] for row in rows]
-        with temporarily(self, _prompts_of_rows=prompt_ids.of_rows(rows)):
+        with temporarily(self, _tokens_of_rows=prompt_ids.of_rows(rows)):
             tokens_of_prompts, *_ = self._tokenize_prompts(prompts)
             return tokens_of_prompts
 
@@ -332,8 +333,8 @@ class RolloutTrainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list, **named):
         """As in TRL, but the tokens that the rows of a dataset bring for their prompts are taken as they are."""
-        if self._prompts_of_rows is not None:
-            return self._prompts_of_rows.tokens_of(prompts), None, {}  # no images, and no entries of theirs
+        if self._tokens_of_rows is not None:
+            return self._tokens_of_rows.tokens_of(prompts), None, {}  # no images, and no entries of theirs
         return super()._tokenize_prompts(prompts, **named)
 
     def _sampled_by_its_fields(self) -> AbstractContextManager[None]:
@@ -390,7 +391,7 @@ class RolloutTrainer(GRPOTrainer):
         One round of generation: TRL's rollout for these rows, with the rewards by function added, and advantages of 0
         where TRL's are only rounding. In training, the completions are counted and, with `save_rollouts`, recorded.
         """
-        if self._replays_recorded:
+        if self._replays_recorded:  # in rows of groups, in place of which these are rows of single completions
             inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)
         entries, scored = self._generated_by_trl(inputs)
         rewards = scored.rewards
@@ -435,7 +436,7 @@ class RolloutTrainer(GRPOTrainer):
         prompts_of_rows = None if self._replays_recorded else prompt_ids.of_rows(inputs)
         training = self.model.training
         scored = RewardRecorder(self._calculate_rewards)
-        replaced = temporarily(self, _calculate_rewards=scored, _prompts_of_rows=prompts_of_rows)
+        replaced = temporarily(self, _calculate_rewards=scored, _tokens_of_rows=prompts_of_rows)
         with replaced, source, chdir("."):  # returns to the current folder, which a reward may change
             try:
                 entries = super()._generate_and_score_completions(inputs)
@@ -501,7 +502,8 @@ class RolloutTrainer(GRPOTrainer):
         metrics = self._metrics["eval"]
         if self._evaluated and has_length(dataloader.dataset):
             n_completions = len(dataloader.dataset) * self.num_generations_eval
-            rewards = torch.cat(self._evaluated)[:n_completions]  # `[completions, number of reward functions]`
+            # `[completions, number of reward functions]`, without those of rows that fill the last batch
+            rewards = torch.cat(self._evaluated)[:n_completions]
             totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
             is_scored = ~rewards.isnan().all(dim=1)
             metrics["reward"] = [totals[is_scored].mean().item()]

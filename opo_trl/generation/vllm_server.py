@@ -46,7 +46,10 @@ def watched(url: str) -> Iterator[None]:
 
 
 def _watch(url: str, done: threading.Event) -> None:
-    """Until `done`, end this process if the server has not answered for [`PATIENCE`] seconds."""
+    """
+    Until `done`, ask the server every 10 seconds (`PERIOD`), and end this process, with exit status 1, if it has not
+    answered for 120 (`PATIENCE`).
+    """
     answered = time.monotonic()
     while not done.wait(PERIOD):
         if answers(url):

@@ -282,6 +282,7 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
     expected = _expected(saved, current, same_sizes=fix is not None)
     # Compared only if the checkpoint has them: another release of PEFT may have further entries.
     differing = [name for name in current if expected.get(name, current[name]) != current[name]]
+    # Settings that a run keeps at every checkpoint, and those that it may change at the end of a rollout
     lasting = [name for name in differing if name in LASTING or name.startswith("peft_config.")]
     resized = [name for name in differing if name in (*CUT, "num_iterations", "num_generations")]
     if current["train_dataset.rows"] is None:
@@ -364,7 +365,7 @@ class MovingReference:
 
 
 def fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed exactly; `None` if it is complete."""
+    """Why a checkpoint cannot be resumed exactly, as part of a sentence; `None` if it is complete."""
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -389,7 +390,7 @@ def resolve(requested: str | bool | None, output_dir: str) -> str | None:
     """
     if requested in (None, False, "false", "False"):
         return None
-    is_named = requested not in LAST
+    is_named = requested not in LAST  # in place of a word for the last complete one
     folders = [Path(str(requested))] if is_named else _latest_first(Path(output_dir))
     # As the main process sees them: on a network file system, another one may not see the same files yet.
     faults = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]

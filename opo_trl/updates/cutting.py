@@ -53,7 +53,7 @@ FEWEST_PASSES = 1e12
 WORTH_SHARING = 0.1
 
 # Entries of models with images that have a column per token of prompt and completion together.
-_WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
+_OVER_PROMPT_AND_COMPLETION = {"token_type_ids", "mm_token_type_ids"}
 
 
 def columns(lengths: np.ndarray, *, most: np.ndarray | tuple[int, int]) -> dict[str, int]:
@@ -221,6 +221,7 @@ def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
     bounds, cost = _cheapest(shared_costs, limits.pass_tokens)
     shared = Cut(by_prompt, bounds, shared=True, cost=cost)
     shared_tokens = shared.cost - limits.pass_tokens * shared.n_parts
+    # What else it takes to share prompts is not counted, so it has to save a tenth of the tokens.
     saves_tokens = shared_tokens < (1 - WORTH_SHARING) * padded_tokens
     return shared if saves_tokens and shared.cost < padded.cost else padded
 
@@ -329,7 +330,9 @@ def cut(
     micro_batches = []
     for part in np.split(completions, bounds):
         micro_batch = take(batch, part)
-        if not batch.keys() & _WHOLE_WIDTH:  # entries with a column per token of prompt and completion together
+        if (
+            not batch.keys() & _OVER_PROMPT_AND_COMPLETION
+        ):  # entries with a column per token of prompt and completion together
             widths = columns(lengths[part], most=columns_of(batch))
             micro_batch = resize(micro_batch, **widths)
         if shared and prompts is not None:

@@ -124,9 +124,8 @@ class Planner:
         counts = _counts_in_log(batch)
         filler = to_device(local.left_out, counts.device)
         batch = {**batch, "opo_counts": counts, "opo_filler": filler}
-        parts = cut(
-            batch, local.lengths, computed, n_micro_batches, limits, _prompts_to_share(local, break_even_width)
-        )
+        prompts = _prompts_to_share(local, break_even_width)
+        parts = cut(batch, local.lengths, computed, n_micro_batches, limits, prompts)
         micro_batches = [micro_batch for _, micro_batch in parts]
         micro_batches[-1]["opo_skipped"] = counts[to_device(not_computed, counts.device)]
         return micro_batches

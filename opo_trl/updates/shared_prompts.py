@@ -41,6 +41,7 @@ def break_even_width(model: PreTrainedModel) -> float | None:
     That needs full attention to whatever a 4-D mask allows, which only SDPA takes, at rotary positions that are given.
     """
     config = model.config
+    # Models with a gated MLP, rotary positions and no other layers
     if config.model_type not in ARCHITECTURES or hasattr(config, "auto_map"):  # code from the Hub
         return None
     types_of_layers = set(getattr(config, "layer_types", None) or ["full_attention"])
