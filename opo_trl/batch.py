@@ -212,7 +212,10 @@ def widths_of_tables(batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 def to_widths(batch: Mapping[str, Any], widths: Mapping[str, int]) -> Batch:
-    """A batch with these numbers of columns in some of its tensors: cut, or padded with zeros, on their side."""
+    """
+    A batch with these numbers of columns in some of its tensors (name → columns): cut, or padded with zeros, as
+    [`to_width`] does it.
+    """
     entries = dict(batch)
     for name, width in widths.items():
         entries[name] = to_width(name, batch[name], width)
@@ -220,7 +223,10 @@ def to_widths(batch: Mapping[str, Any], widths: Mapping[str, int]) -> Batch:
 
 
 def to_width(name: str, value: Tensor, width: int) -> Tensor:
-    """An entry `[B, T, …]` of a batch with `width` columns: cut, or padded with zeros, on its side."""
+    """
+    The entry `name` of a batch, `[B, T, …]`, with `width` columns: cut, or padded with zeros, on the left if its
+    columns are tokens of prompts, otherwise on the right.
+    """
     n_columns = value.size(1)
     is_padded_left = name in PROMPT_COLUMNS
     if width <= n_columns:

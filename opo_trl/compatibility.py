@@ -38,7 +38,7 @@ def check() -> None:
             [`check_replaced`].
     """
     check_replaced()
-    verdict = contract.examine()
+    verdict = contract.examine()  # how the installed releases differ from the tested ones
     outside = untested()
     if verdict.breaks:
         installed = ", ".join(f"{name} {version(name)}" for name in TESTED)

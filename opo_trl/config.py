@@ -333,7 +333,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
         if self.n_gpu > 1:  # a process that sees several devices: TRL would split the model over them
             self.model_init_kwargs = {"device_map": {"": 0}, **cast(dict, self.model_init_kwargs or {})}
-            self._n_gpu = 1
+            self._n_gpu = 1  # what `n_gpu` returns: the number of devices that this process uses
         level = self.importance_sampling_level
         require(level in ("token", "sequence"), "importance_sampling_level", level, "'token' or 'sequence'")
         self.check_objective()

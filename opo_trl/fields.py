@@ -261,7 +261,7 @@ def mapping_of(name: str, value: Any) -> dict[str, Any] | None:
     try:
         mapping = yaml.load(value, YAMLLoader) if isinstance(value, str) else value
     except yaml.YAMLError:
-        mapping = value
+        mapping = value  # which is rejected, as it is text
     require(mapping is None or isinstance(mapping, dict), name, value, "a mapping, such as `{name: value}`")
     return mapping
 

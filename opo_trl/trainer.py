@@ -534,7 +534,8 @@ class OPOTrainer(RolloutTrainer):
             # tokens that a pass computes, may need each completion with a prompt of its own.
             break_even_width=None if self.aux_loss_enabled else shared_prompts.break_even_width(policy),
             # With `pad_to_multiple_of`, micro-batches are as wide as TRL has made the rollout. So they are where
-            # log-probabilities depend on padding (`_any_width` is false; `None` if that is not known yet).
+            # log-probabilities depend on padding (`_any_width` is false; `None` if that is not known yet), and for the
+            # loss of a subclass, which may be a mean over a micro-batch.
             plans=(
                 self.args.plan_micro_batches
                 and not self._loss_is_overridden
@@ -749,8 +750,9 @@ class OPOTrainer(RolloutTrainer):
 
     def _log_step(self, reports: list[SampleReport]):
         """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""
-        mode = self._mode
+        mode = self._mode  # `"train"` or `"eval"`
         samples = SampleReport.gather(reports, self.accelerator)
+        # Those of the current rollout's targets, and those of its completions in this step
         metrics = {f"opo/{name}": value for name, value in self._target_metrics[mode].items()}
         metrics |= metrics_of_samples(
             samples, self.policy_objective, kl=self.beta != 0.0, bonus=self.args.entropy_coef != 0.0

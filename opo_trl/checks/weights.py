@@ -166,7 +166,10 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 
 @contextmanager
 def unsharded() -> Iterator[None]:
-    """Load whole models on every process. Under ZeRO-3 Transformers shards them, under FSDP one process reads them."""
+    """
+    Within this context, models are loaded as a whole on every process. Otherwise Transformers would shard them under
+    ZeRO-3, and have one process read them under FSDP.
+    """
     zero3 = temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
     with zero3, patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
         yield

@@ -68,7 +68,7 @@ class RewardFailures:
             self.counts[kind] = self.counts.get(kind, 0) + count
 
     def take(self) -> dict[str, int]:
-        """The counts, which begin at 0 again."""
+        """The counts since the last call, by name of their metric. They begin at 0 again."""
         counts = self.counts
         self.counts = dict.fromkeys(counts, 0)
         return counts

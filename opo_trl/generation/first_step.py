@@ -87,7 +87,10 @@ class FirstStep:
 
     @contextmanager
     def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
-        """Note the prompts, and what the model writes if TRL generates with the model itself, in one turn."""
+        """
+        Within this context, note the prompts, and what the model writes if TRL generates with the model itself, in one
+        turn.
+        """
         trainer = self.trainer
         self.prompts = prompts
         self.written = []
@@ -113,7 +116,7 @@ class FirstStep:
             yield
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Note what each reward function gets and returns."""
+        """Within this context, note what each reward function of the trainer gets and returns in its first call."""
         functions = [self._noting(index, function) for index, function in enumerate(self.trainer.reward_funcs)]
         return temporarily(self.trainer, reward_funcs=functions)
 

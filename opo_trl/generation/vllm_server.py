@@ -26,7 +26,8 @@ def answers(url: str) -> bool:
 @contextmanager
 def watched(url: str) -> Iterator[None]:
     """
-    Poll a server's health while this process waits for it; a `RuntimeError` if a request to it fails.
+    Within this context, or a method that it decorates, poll a vLLM server's health in a thread. A `RuntimeError` if a
+    request to the server fails there.
 
     TRL's client sets no time limit, since nobody knows how long generation takes; and a broadcast of weights to a
     server that is gone never returns, in code that no exception reaches. So this process exits when the server has not

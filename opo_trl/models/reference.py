@@ -23,6 +23,7 @@ def loading(model: Any) -> AbstractContextManager[None]:
 
     def copy_of_model(path: str, **options: Any) -> Any:
         """A frozen copy of the policy, in place of the model that TRL would load from `path`."""
+        # `ds_tensor` is ZeRO-3's shard of a weight.
         is_sharded = any(hasattr(weight, "ds_tensor") for weight in model.parameters())
         if not is_sharded and not is_fsdp_managed_module(model):
             return _frozen_copy(model)

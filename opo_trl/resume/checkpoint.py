@@ -308,7 +308,7 @@ def _why_rollouts_stay_alike(state: Mapping[str, Any], args: OPOConfig) -> tuple
     Why a run that resumes a checkpoint has to make rollouts as before, as a part of a sentence, and what the user can
     do instead; `None` if it need not.
     """
-    if state["position"] > 0:
+    if state["position"] > 0:  # calls of `training_step` that have used the current rollout
         return "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
     if args.max_staleness and state["replay"]:
         return "was saved with earlier rollouts, and ", "set `max_staleness` to 0"

@@ -95,7 +95,7 @@ class SaveOnInterrupt(TrainerCallback):
                 f"resume with `{self.way_back}`.",
                 flush=True,
             )
-            self._end()
+            self._end()  # raises `KeyboardInterrupt`, or what a subclass raises
 
     def _end(self) -> None:
         raise KeyboardInterrupt

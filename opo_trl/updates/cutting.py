@@ -330,9 +330,8 @@ def cut(
     micro_batches = []
     for part in np.split(completions, bounds):
         micro_batch = take(batch, part)
-        if (
-            not batch.keys() & _OVER_PROMPT_AND_COMPLETION
-        ):  # entries with a column per token of prompt and completion together
+        # Without entries that have a column per token of prompt and completion together
+        if not batch.keys() & _OVER_PROMPT_AND_COMPLETION:
             widths = columns(lengths[part], most=columns_of(batch))
             micro_batch = resize(micro_batch, **widths)
         if shared and prompts is not None:
