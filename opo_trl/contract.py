@@ -377,7 +377,7 @@ def _names_read_by(function: Any) -> set[str]:
     loaded: set[str] = set()
     for code in _codes(function):
         for step in dis.get_instructions(code):
-            if step.opname.startswith("LOAD"):
+            if step.opname.startswith("LOAD"):  # of one name, or of several at once
                 loaded.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
     return loaded
 
@@ -458,6 +458,7 @@ def record_installed() -> None:
     record["entries"] = sorted({*record["entries"], *rollout_entries()})
     defaults = config_defaults()
     for name in {**record["defaults"], **defaults}:
+        # The releases recorded so far have no field that is new now.
         tested = record["defaults"].setdefault(name, [_NO_SUCH_FIELD] if record["releases"] else [])
         default = defaults.get(name, _NO_SUCH_FIELD)
         tested.extend([default] if default not in tested else [])

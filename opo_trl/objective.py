@@ -550,6 +550,7 @@ class OPO(Objective):
             groups.advantages, alpha=args.alpha, temperature=temperature, anchor_logps=anchor, **groups.rows
         )
         drive, _ = self.drive(omega, groups)
+        # Of `mu` and `chi2_radius`, a configuration has one.
         mu = stiffness_for_radius(drive, args.chi2_radius, valid=groups.valid) if args.mu is None else args.mu
         target, mu = self.target(drive, mu, groups)
         return Targets(drive, target, mu, omega, torch.as_tensor(temperature, dtype=omega.dtype))

@@ -461,7 +461,8 @@ class OPOTrainer(RolloutTrainer):
             return
         self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
         if not self._any_width:
-            self._takes_positions = False  # a model may scale positions by the largest one in a batch
+            # Positions without padding do not help, and such a model may scale them by the largest one in a batch.
+            self._takes_positions = False
             padding.reject_other_widths(self.args)
         vars(self).pop("planner", None)  # the cached one: what it plans depends on what has been found now
 
@@ -813,8 +814,8 @@ class OPOTrainer(RolloutTrainer):
         # epoch's end: by then the stop is set and the checkpoint written.
         if self.control.should_training_stop:
             return
-        # End the run here. Transformers decides what to save and evaluate after a last step, so it is shown a state in
-        # which this is the last.
+        # End the run here. Transformers' own callback notes in `control` what to save and evaluate after a last step,
+        # so it is shown a state in which this step is the last.
         last = replace(self.state, max_steps=self.state.global_step)
         DefaultFlowCallback().on_step_end(self.args, last, self.control)
 

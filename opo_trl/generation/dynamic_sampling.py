@@ -97,6 +97,7 @@ class DynamicSampling:
         order = np.arange(n_local)
         order[replaced[is_local] - first] = n_local + np.arange(is_local.sum())
         merged = take(concatenate([rollout, replacements]), order)
+        # TRL's count of the tokens that are trained, over all processes
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged
 

@@ -214,11 +214,11 @@ class FirstStep:
         `tokenize` is TRL's method that makes tokens of prompts: a list of each prompt's, and more.
         """
         self._report("entries of a rollout", self._entry_problems(rollout, len(completion_ids)))
-        if self.generates_as_trl:
+        if self.generates_as_trl:  # otherwise a subclass may return other tokens than TRL's `_generate`
             self._report("prompts", self._prompt_problems(inputs, tokenize))
             self._report("tokens and masks", self._token_problems(rollout, completion_ids))
         exact, rounding = self._exact_advantages(rewards)
-        if exact.any():
+        if exact.any():  # in the first rollout that has advantages other than 0
             self._report("advantages", self._advantage_problems(rollout["advantages"], exact, rounding))
 
     def _entry_problems(self, rollout: Mapping[str, Any], n_completions: int) -> Iterator[str]:
@@ -442,7 +442,7 @@ class FirstStep:
     def _allowed_distance(self, n_tokens: int) -> float:
         """How far the log-probability that is most off, of so many, may be off by rounding alone, in nats."""
         # The largest of n draws from a normal distribution is below √(2 log n) + 2 standard deviations but for one
-        # time in a hundred.
+        # time in a hundred. Here 1 in place of 2 does, as `rounding` is a bound on that deviation.
         rounding = padding.rounding_of_logps(self.trainer)
         return max(rounding * (1 + math.sqrt(2 * math.log(n_tokens))), 0.01)
 

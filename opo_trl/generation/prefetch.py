@@ -67,7 +67,7 @@ class Prefetch:
         Wait until no completion is being written, so that new weights do not change the policy inside one. Raises what
         the request has raised: TRL's client has tried for a minute, and need not try again with weights.
         """
-        if self._answer is not None:
+        if self._answer is not None:  # to the request that was made in advance
             self._answer.result()
 
     def drop(self) -> None:

@@ -150,7 +150,10 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
 
 
 def _clip_ratios(low: Tensor, high: Tensor, shares: Tensor) -> dict[str, Tensor]:
-    """TRL's metrics of the clipped ratios below and above, of samples that count by their shares, `[B]` each."""
+    """
+    TRL's metrics of clipped ratios, from the part of each sample that is clipped below (`low`) and above (`high`). A
+    mean counts samples by their `shares`. `[B]` each.
+    """
     total = shares.sum()
     return {
         "clip_ratio/low_mean": (low * shares).sum() / total,

@@ -18,7 +18,7 @@ from .frozen_base import local_part
 def loading(model: Any) -> AbstractContextManager[None]:
     """
     Have TRL load a model by its name also if that is an adapter's, and take a loaded model as it is for its reference.
-    It would read the files of the model's name again, without what has been merged, edited or trained since.
+    TRL would read the files of the model's name again, without what has been merged, edited or trained since.
     """
 
     def copy_of_model(path: str, **options: Any) -> Any:

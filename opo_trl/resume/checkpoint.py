@@ -95,7 +95,7 @@ def _as_json(value: Any) -> Any:
 def saving(trainer: Any, run: Path) -> Iterator[None]:
     """
     Within this context a checkpoint is saved in the folder of a `run`; at any moment the run has a complete one, if it
-    had one before. Afterwards, checkpoints of the same step that were kept meanwhile (`_checkpoint-N`) are deleted.
+    had one before. Afterwards, those that were kept beside it meanwhile (`_checkpoint-N`) are deleted.
     """
     if trainer.args.should_save:  # of the processes that share this folder, only one
         _make_way(run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
@@ -218,6 +218,7 @@ def settings_of(trainer: Any, *, name: str, optimizer: type, data: Any) -> dict[
         "peft_config": None if adapter is None else type(adapter).__name__,
         **{f"peft_config.{field}": value for field, value in adapter_fields.items()},
     }
+    # In the form in which a checkpoint's are read, to compare them: JSON has lists in place of tuples, for example.
     text = json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     return json.loads(text)
 

@@ -62,7 +62,7 @@ class SaveOnInterrupt(TrainerCallback):
             return
         self._received = number
         self._received_at = time.monotonic()
-        if self.trainer.args.local_process_index == 0:
+        if self.trainer.args.local_process_index == 0:  # one message per machine
             message = (
                 f"\n{signal.Signals(number).name}: the run saves a checkpoint after this optimizer step and ends. "
                 f"{self.way_out} ends it now.\n"
@@ -85,7 +85,7 @@ class SaveOnInterrupt(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         """End the run, if the checkpoint was saved because of a signal."""
-        if self._agreed:
+        if self._agreed:  # number of the signal; 0: none
             # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
             name = signal.Signals(self._agreed).name

@@ -244,6 +244,7 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
         costs = least_cost[begins] + costs_of_parts[sizes - 1, begins] + pass_tokens
         last_size[end] = sizes[costs.argmin()]
         least_cost[end] = costs.min()
+    # Backwards from the end, part by part
     bounds = []
     end = n_completions
     while end > last_size[end]:
@@ -330,7 +331,7 @@ def cut(
     micro_batches = []
     for part in np.split(completions, bounds):
         micro_batch = take(batch, part)
-        # Without entries that have a column per token of prompt and completion together
+        # Entries that have a column per token of prompt and completion together cannot be trimmed: all columns stay.
         if not batch.keys() & _OVER_PROMPT_AND_COMPLETION:
             widths = columns(lengths[part], most=columns_of(batch))
             micro_batch = resize(micro_batch, **widths)

@@ -135,7 +135,8 @@ class Planner:
     ) -> tuple[Batch, SampleInfo, int]:
         """
         The completions of a step that this process computes, what all processes know of theirs, and how many
-        micro-batches each of them makes. Processes have exchanged completions if that costs less.
+        micro-batches each of them makes. Processes have exchanged completions, unless there is nothing to exchange, or
+        prompts are shared and an exchange does not cost less.
         """
         # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
         # process with fewer passes than the others would leave them waiting forever.
