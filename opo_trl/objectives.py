@@ -65,8 +65,9 @@ class GRPO(Objective):
         losses = self.token_losses(ratio, advantage, samples)
         if samples.sampler_ratios is not None and self.takes_sampler_ratios:
             losses = losses * samples.sampler_ratios
-        if samples.steering is not None:
+        if samples.steering is not None:  # which tokens have a loss, under `top_entropy_quantile`
             losses = torch.where(samples.steering, losses, 0.0)
+        # The sampler's weights are factors of the losses of tokens. Here, a weight of 0 excludes a sample.
         push = torch.where(samples.weights != 0, self.reduce(samples.sum(losses), samples), 0.0)
         below, above = self.clipped(ratio, advantage)
         share_below = samples.sum(below.float()) / samples.length
@@ -82,7 +83,9 @@ class GRPO(Objective):
         )
 
     def ratio(self, samples: Samples) -> Tensor:
-        """The ratio π/π_k: of tokens, `[B, T]`, or of completions, `[B, 1]`."""
+        """
+        The ratio π/π_k: of tokens, `[B, T]`, or of completions, the geometric mean over their tokens, `[B, 1]`.
+        """
         log_ratios = samples.token_log_ratios
         if self.level == "sequence":
             log_ratios = samples.spread(samples.sum(log_ratios) / samples.length)
@@ -257,6 +260,7 @@ class TOPR(Objective):
             push = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
         # Advantages are centred, but rounding may leave something in a group of equal rewards.
         drive, _ = project(push, **groups.rows)
+        # As there is no pull back, its coefficient, by which a drive is divided to get the target, is 1.
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:

@@ -444,7 +444,10 @@ class OPOTrainer(RolloutTrainer):
         return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
 
     def _logps_of_trl(self, model, *inputs, **options):
-        """Log-probabilities, entropies and auxiliary loss by TRL's own pass, timed unless it is part of the loss."""
+        """
+        Log-probabilities, entropies and auxiliary loss by TRL's own pass. Without a gradient, it is timed as the phase
+        `anchor`; with one, it is part of the loss.
+        """
         if self._takes_positions:  # the model gets the positions of tokens, counted without padding
             model = partial(padding.with_positions, model)
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):

@@ -94,8 +94,8 @@ class Prefetch:
 
 def check_prompts_are_known(dataset: Any, options: Mapping[str, Any]) -> None:
     """
-    Check that nothing but the dataset decides what a rollout asks the server for. `options` are those with which the
-    trainer is made.
+    Check that nothing but the dataset decides what a rollout asks the server for, as that has to be known in advance;
+    a `ValueError` otherwise. `options` are those with which the trainer is made.
     """
     columns = getattr(dataset, "column_names", None) or ()
     obstacles = [name for name in ("rollout_func", "tools", "environment_factory") if options.get(name)]

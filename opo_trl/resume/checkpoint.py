@@ -239,9 +239,10 @@ def checksum(data: Dataset) -> str:
     Checksum of the prompts of a dataset, and of their tokens if it has these; of all its columns if it has recorded
     rollouts, or a transform makes the prompts.
     """
-    has_prompts_only = "prompt" in data.column_names and RECORDED not in data.column_names
+    # Other columns, which reward functions read, may change.
+    only_prompts_count = "prompt" in data.column_names and RECORDED not in data.column_names
     names = data.column_names
-    if has_prompts_only:
+    if only_prompts_count:
         names = [name for name in ("prompt", PROMPT_IDS) if name in names]
     content = _Checksum()
     pickler = pickle.Pickler(content)
