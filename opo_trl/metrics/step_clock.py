@@ -43,8 +43,8 @@ class StepClock(TrainerCallback):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """
-        Count the time within this context as the phase `name`, one of `PHASES`, if it belongs to an optimizer step. The
-        phase outside goes on afterwards.
+        Count the time within this context as the phase `name`, one of `PHASES`, if it belongs to an optimizer step.
+        The phase outside goes on afterwards.
         """
         outer = self._phase
         if outer is None:

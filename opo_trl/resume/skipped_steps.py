@@ -44,7 +44,7 @@ class SkippedSteps:
         self.moved_at = 0  # number of the last optimizer step that may have moved the policy, counted from 1
         # Whether the optimizer may hold momentum, which moves the policy also in steps without a gradient
         self.had_gradient = optimizer is not None and _has_state(optimizer)
-        self._schedule_may_have_missed_it = False  # whether the learning rate may have missed a skipped step
+        self._schedule_may_be_behind = False  # whether the learning rate may have missed a skipped step
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, for [`~SkippedSteps.load_state_dict`]."""
@@ -73,7 +73,7 @@ class SkippedSteps:
         else:
             norm = float(norm)  # read once: the log needs it, too
             is_skipped = not math.isfinite(norm)
-        self._schedule_may_have_missed_it = is_skipped  # `_step_schedule` makes up for it
+        self._schedule_may_be_behind = is_skipped  # `_step_schedule` makes up for it
         if is_skipped:
             model.zero_grad()  # optimizers skip parameters without a gradient
             self.in_a_row += 1
@@ -121,8 +121,8 @@ class SkippedSteps:
         Advance the schedule of the learning rate over a skipped step. Transformers does so itself, except where a
         gradient scaler or DeepSpeed has skipped the step: then every run has the same schedule.
         """
-        was_held = self._schedule_may_have_missed_it and self.accelerator.optimizer_step_was_skipped
-        self._schedule_may_have_missed_it = False
+        was_held = self._schedule_may_be_behind and self.accelerator.optimizer_step_was_skipped
+        self._schedule_may_be_behind = False
         follows_metric = isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))
         if was_held and not follows_metric:
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
