@@ -103,7 +103,7 @@ def carried(rollout: Mapping[str, Any]) -> Batch:
 
 
 def completion_tokens(batch: Batch) -> Tensor:
-    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
+    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no masked completion."""
     mask = batch["completion_mask"].bool()
     if "tool_mask" in batch:
         mask = mask & batch["tool_mask"].bool()

@@ -381,7 +381,8 @@ class RolloutTrainer(GRPOTrainer):
         metrics = self._metrics["train"] if first else defaultdict(list)
         with temporarily(self, _metrics={**self._metrics, "train": metrics}):
             rollout = self._generate_once([dict(dataset[index]) for index in prompts])
-        # Other metrics are those of the first round, whose prompts are those of a rollout without dynamic sampling.
+        # Totals of the run include every round. Other metrics are those of the first round, whose prompts are those of a
+        # rollout without dynamic sampling.
         for name in ("num_tokens", "completions/generated"):
             self._metrics["train"][name] = metrics[name]
         return rollout
@@ -391,7 +392,7 @@ class RolloutTrainer(GRPOTrainer):
         One round of generation: TRL's rollout for these rows, with the rewards by function added, and advantages of 0
         where TRL's are only rounding. In training, the completions are counted and, with `save_rollouts`, recorded.
         """
-        if self._replays_recorded:  # in rows of groups, in place of which these are rows of single completions
+        if self._replays_recorded:  # each row is a recorded group, from which the row of one completion is taken
             inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)
         entries, scored = self._generated_by_trl(inputs)
         rewards = scored.rewards

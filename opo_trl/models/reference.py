@@ -17,8 +17,8 @@ from .frozen_base import local_part
 
 def loading(model: Any) -> AbstractContextManager[None]:
     """
-    Have TRL load a model by its name also if that is an adapter's, and take a loaded model as it is for its reference.
-    TRL would read the files of the model's name again, without what has been merged, edited or trained since.
+    Within this context, TRL loads a model by its name also if that is an adapter's, and takes a copy of a loaded model
+    as its reference. TRL would read the files of the model's name again, without what has been merged, edited or trained since.
     """
 
     def copy_of_model(path: str, **options: Any) -> Any:
@@ -38,7 +38,8 @@ def loading(model: Any) -> AbstractContextManager[None]:
 
 def _frozen_copy(model: Any) -> Any:
     """A copy of a model in evaluation mode, whose weights are not trained."""
-    # By `clone`, since not every device copies storages; packed weights copy themselves.
+    # `deepcopy` takes these copies in place of its own. They are made by `clone`, since not every device copies
+    # storages; packed weights, of another class, copy themselves.
     copies: dict[int, Any] = {}
     for weight in model.parameters():
         if type(weight) is Parameter:
