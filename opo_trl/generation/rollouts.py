@@ -381,8 +381,8 @@ class RolloutTrainer(GRPOTrainer):
         metrics = self._metrics["train"] if first else defaultdict(list)
         with temporarily(self, _metrics={**self._metrics, "train": metrics}):
             rollout = self._generate_once([dict(dataset[index]) for index in prompts])
-        # Totals of the run include every round. Other metrics are those of the first round, whose prompts are those of a
-        # rollout without dynamic sampling.
+        # Totals of the run include every round. Other metrics are those of the first round, whose prompts are those of
+        # a rollout without dynamic sampling.
         for name in ("num_tokens", "completions/generated"):
             self._metrics["train"][name] = metrics[name]
         return rollout

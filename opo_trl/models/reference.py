@@ -18,7 +18,8 @@ from .frozen_base import local_part
 def loading(model: Any) -> AbstractContextManager[None]:
     """
     Within this context, TRL loads a model by its name also if that is an adapter's, and takes a copy of a loaded model
-    as its reference. TRL would read the files of the model's name again, without what has been merged, edited or trained since.
+    as its reference. TRL would read the files of the model's name again, without what has been merged, edited or
+    trained since.
     """
 
     def copy_of_model(path: str, **options: Any) -> Any:
