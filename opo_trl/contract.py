@@ -148,6 +148,10 @@ NEEDS: dict[str, dict[str, str]] = {
         """,
         "trl.generation.vllm_generation.VLLMGeneration": "generate() sync_weights() generation_kwargs temperature",
     },
+    "the plan of another machine": {
+        "trl.trainer.grpo_trainer": "VLLMGeneration",
+        "transformers.Trainer": "_move_model_to_device",
+    },
     "fields and recipes": {
         "trl": "GRPOConfig ModelConfig ScriptArguments TrlParser get_peft_config get_quantization_config",
         "trl.rewards": "get_soft_overlong_punishment",

@@ -15,10 +15,13 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 RESULTS = ROOT / "benchmarks" / "results"  # other tests compare these with the runs
 
 
-def code(page: str, language: str) -> str:
+def blocks(page: str, language: str) -> list[str]:
     text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    return "\n".join(blocks)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def code(page: str, language: str) -> str:
+    return "\n".join(blocks(page, language))
 
 
 @pytest.mark.parametrize("page", ["paper.md", "theory.md"])
@@ -27,9 +30,10 @@ def test_statements_hold(page):
 
 
 def script(side: str) -> str:
-    """The script on one side of the diff."""
+    """The script on one side of the second diff; tests/device/test_quickstart.py trains those of the first."""
+    _, with_configuration = blocks("migrating.md", "diff")
     lines = []
-    for line in code("migrating.md", "diff").splitlines():
+    for line in with_configuration.splitlines():
         if line == "" or line.startswith((" ", side)):
             lines.append(line[1:])
     return "\n".join(lines)

@@ -2,13 +2,16 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
 import nbformat
 import pytest
+from device.processes import with_devices
 from packaging.requirements import Requirement
+from tiny import save_short_problems
 
 from notebooks.run import execute
 
@@ -56,6 +59,32 @@ def test_fine_tuning_teaches_and_its_merged_model_answers(tmp_path):
     assert pictures(notebook) == 1  # the curves, redrawn in place
     assert "reward [1.0]" in text
     assert (tmp_path / "runs/opo_finetune_cpu/merged/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_setting_for_colab_runs_to_its_end_on_a_device(library, shared_data, tiny_model, tmp_path, monkeypatch):
+    """Folders stand in for what Colab loads from the Hub, and a pretend GPU for a T4; few steps of few tokens."""
+    shutil.copytree(tiny_model, tmp_path / "Qwen" / "Qwen3-0.6B")
+    data = tmp_path / "DigitalLearningGmbH" / "MATH-lighteval"
+    data.parent.mkdir()
+    save_short_problems(shared_data / "math", data, count=400)
+    text = (FOLDER / "opo_finetune_colab.ipynb").read_text(encoding="utf-8")
+    for whole, part in (
+        ('"max_steps\\": 40', '"max_steps\\": 4'),
+        ('"problems\\": 96', '"problems\\": 8'),
+        ('"max_completion_length\\": 512', '"max_completion_length\\": 16'),
+    ):
+        assert whole in text
+        text = text.replace(whole, part)
+    (tmp_path / "shorter.ipynb").write_text(text, encoding="utf-8")
+    for name, value in with_devices(1, library).items():
+        monkeypatch.setenv(name, value)
+    notebook = execute(tmp_path / "shorter.ipynb", tmp_path, SETTING="colab")
+    text = text_of(notebook)
+    assert "setting: colab" in text
+    assert "4 optimizer steps in" in text
+    assert pictures(notebook) == 1
+    assert (tmp_path / "runs/opo_finetune_colab/merged/model.safetensors").is_file()
 
 
 def test_install_cell_installs_tested_releases_beside_the_torch_that_is_there(tmp_path, monkeypatch):

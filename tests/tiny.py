@@ -1,5 +1,6 @@
 """A small random Qwen3 with a byte-level tokenizer and a chat template, for tests of plumbing."""
 
+import gzip
 from pathlib import Path
 
 import torch
@@ -54,3 +55,23 @@ def save_tiny_model(folder: Path, seed: int = 0) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def save_short_problems(source: Path, folder: Path, count: int = 60) -> str:
+    """Save the shortest problems of both splits of a folder of zipped ones; returns the folder as a string."""
+    folder.mkdir()
+    for split in ("train", "test"):
+        with gzip.open(source / f"{split}.jsonl.gz", "rt", encoding="utf-8") as file:
+            rows = sorted(file, key=len)
+        (folder / f"{split}.jsonl").write_text("".join(rows[:count]), encoding="utf-8")
+    return str(folder)
+
+
+def save_recipe_without(source: Path, folder: Path, *fields: str) -> str:
+    """Save a recipe without some fields, such as the configuration of a dataset on the Hub; returns its path."""
+    names = tuple(f"{field}:" for field in fields)
+    with source.open(encoding="utf-8") as file:
+        lines = [line for line in file if not line.startswith(names)]
+    path = folder / "recipe.yaml"
+    path.write_text("".join(lines), encoding="utf-8")
+    return str(path)

@@ -1,7 +1,7 @@
 """
 `opo-trl train`: check the words of a command line, and start the processes of a run through accelerate.
 
-This process imports neither TRL nor Transformers: those that it starts do.
+This process imports neither TRL nor Transformers: those that it starts do. The plan of a run alone is made here.
 """
 
 import os
@@ -38,6 +38,14 @@ def launch(argv: Sequence[str]) -> int:
         of_accelerate = ["--config_file", config, *of_accelerate]
     training = ["-m", "opo_trl.command.process", *words.of_training]
     options = accelerate.launch_command_parser().parse_args([*of_accelerate, *training])
+    if words.options.plan:
+        from .planning import plan_if_elsewhere
+        from .recipe import read
+
+        plan = plan_if_elsewhere(words.of_training, read(argv).values, options.num_processes)
+        if plan is not None:
+            print(plan)
+            return 0
     # What is not set, a run's plan says: how many processes there are, and how they share the model.
     accelerate.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
     accelerate.simple_launcher = partial(_start, accelerate.simple_launcher, accelerate.multi_gpu_launcher)

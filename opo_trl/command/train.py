@@ -35,7 +35,7 @@ from ..data.arithmetic import EMBEDDED_MODELS
 from ..data.problems import EMBEDDED
 from ..fields import require
 from ..models.adapter import tokenizer_source
-from ..models.shape import shape
+from ..models.shape import lacks_weights, shape
 from ..patching import temporarily
 from ..report import run_files as run_folder
 from ..report.run_report import accuracies, accuracy_lines, write_report
@@ -113,9 +113,8 @@ def prepare(argv: Sequence[str]) -> Run:
 
     folder = Path(args.output_dir)
     model: Any = path
-    if "--plan" in argv and get_quantization_config(model_config) is None:
-        model = shape(path, trusted | options) or path
-    if model is not path:
+    if "--plan" in argv and lacks_weights(path) and get_quantization_config(model_config) is None:
+        model = shape(path, trusted | options)
         args.model_init_kwargs = None  # they have made it
     trainer = OPOTrainer(
         model=model,

@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
@@ -22,11 +23,37 @@ from . import memory
 
 logger = get_logger(__name__)
 
+# Bytes of usual GPUs, among which a plan for other machines looks for the smallest that is enough.
+DEVICES = [gigabytes * 10**9 for gigabytes in (16, 24, 32, 40, 48, 80, 96, 141, 180)]
+_CACHE_OF_VLLM = 0.2  # at the least, in weights
 
-def training_plan(trainer: Any) -> str:
+
+@dataclass(frozen=True)
+class Place:
+    """The devices of a run, and how it is divided between them."""
+
+    sharding: str  # as `memory.Run.sharding`
+    autocast: bool  # whether products have two bytes
+    on_gpu: bool
+    device_bytes: int | None  # that a process can use; `None` if it is not known
+    zero: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's `zero_optimization`
+
+
+def place_of(trainer: Any) -> Place:
+    """Where a trainer is."""
+    sharding = _sharding(trainer)
+    zero = {}
+    if sharding.startswith("zero"):
+        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+    autocast = trainer.accelerator.mixed_precision != "no"
+    on_gpu = trainer.accelerator.device.type in ("cuda", "xpu")
+    return Place(sharding, autocast, on_gpu, _device_bytes(trainer), zero)
+
+
+def training_plan(trainer: Any, place: Place | None = None) -> str:
     """
-    Describe a run about to start, one line per subject, without a head. What cannot be said of its memory never ends a
-    run.
+    Describe a run about to start, one line per subject, without a head, where the trainer is or in another `place`.
+    What cannot be said of its memory never ends a run.
     """
     args = trainer.args
     passes = args.num_iterations
@@ -53,7 +80,7 @@ def training_plan(trainer: Any) -> str:
             "off at each token. Sample without, or set `vllm_importance_sampling_correction: false`"
         )
     try:
-        lines["memory"] = _memory(trainer)
+        lines["memory"] = _memory(trainer, place or place_of(trainer))
     except Exception as error:  # nothing in a model's configuration can be relied on, and this is only printed
         logger.warning(f"The plan has no line for memory: {type(error).__name__}: {error}")
     n_gpus = torch.cuda.device_count() if args.device.type == "cuda" else 0
@@ -96,18 +123,20 @@ def _cut_off(args: Any) -> str:
     return ", ".join(f"{name}={fields[name]}" for name in excluding)
 
 
-def _memory(trainer: Any) -> str:
+def _memory(trainer: Any, place: Place) -> str:
     """Lines on the moment with the most memory: its size, its components, and whether the device has enough."""
-    plan = memory_plan(trainer)
-    device_bytes = _device_bytes(trainer)
+    is_for_any_device = place.on_gpu and place.device_bytes is None
+    if is_for_any_device:
+        place = replace(place, device_bytes=_smallest_device(trainer, place))
+    plan = memory_plan(trainer, place)
+    device_bytes = place.device_bytes
     totals = {moment: sum(components.values()) for moment, components in plan.items()}
     moment = max(totals, key=totals.__getitem__)
     peak = totals[moment]
     prompt, completion = _longest_tokens(trainer)
     n_rows = most_rows(trainer.args, prompt + completion)
     tokens = f"{n_rows} × ({prompt:,} + {completion:,}) tokens"
-    sharding = _sharding(trainer)
-    processes = "one process" if sharding == "none" else f"{sharding} over {trainer.args.world_size}"
+    processes = "one process" if place.sharding == "none" else f"{place.sharding} over {trainer.args.world_size}"
     lines = [f"peak {_human(peak)} at {moment} ({processes}; {tokens})"]
     largest_first = sorted(plan[moment].items(), key=lambda item: -item[1])
     components = ", ".join(f"{name} {_human(size)}" for name, size in largest_first)
@@ -115,13 +144,31 @@ def _memory(trainer: Any) -> str:
         components += f"; activations not included: unknown for {trainer.model.config.model_type}"
     lines.append(components)
     if device_bytes is not None:
-        free = f"{memory.HEADROOM:.0%} of the device's {_human(device_bytes)} for what is not counted"
-        if peak <= (1 - memory.HEADROOM) * device_bytes:
+        of_device = "a device's" if is_for_any_device else "the device's"
+        free = f"{memory.HEADROOM:.0%} of {of_device} {_human(device_bytes)} for what is not counted"
+        if _fits(plan, device_bytes):
             lines.append(f"fits, with {free}")
         else:
             lines.append(f"WARNING: does not leave {free}; see docs/performance.md")
     indented = "\n" + 13 * " "
     return indented.join(lines)
+
+
+def _fits(plan: Mapping[str, Mapping[str, float]], device_bytes: int) -> bool:
+    """Whether every moment of a plan leaves the headroom."""
+    peak = max(sum(components.values()) for components in plan.values())
+    return peak <= (1 - memory.HEADROOM) * device_bytes
+
+
+def _smallest_device(trainer: Any, place: Place) -> int:
+    """The smallest device that is enough, with vLLM's weights and a cache in its share; or the largest there is."""
+    n_bytes = sum(weight.numel() * weight.element_size() for weight in trainer.model.parameters())
+    for device_bytes in DEVICES:
+        plan = memory_plan(trainer, replace(place, device_bytes=device_bytes))
+        vllm = plan["generation"].get("vLLM", math.inf)
+        if _fits(plan, device_bytes) and (1 + _CACHE_OF_VLLM) * n_bytes < vllm:
+            return device_bytes
+    return DEVICES[-1]
 
 
 def most_rows(args: Any, tokens: int) -> int:
@@ -132,15 +179,13 @@ def most_rows(args: Any, tokens: int) -> int:
     return min(args.per_device_train_batch_size, math.ceil(budget / max(tokens, 1)))
 
 
-def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
-    """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet."""
+def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str, float]]:
+    """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet, as in [`training_plan`]."""
     args, model = trainer.args, trainer.model
-    sharding = _sharding(trainer)
+    place = place or place_of(trainer)
+    sharding, autocast, zero = place.sharding, place.autocast, place.zero
+    has_zero = sharding.startswith("zero")
     prompt, completion = _longest_tokens(trainer)
-    autocast = trainer.accelerator.mixed_precision != "no"
-    zero = {}
-    if sharding.startswith("zero"):
-        zero = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     # DeepSpeed casts the model. FSDP2 casts the weights that it gathers, and keeps the trained ones in float32.
     trained_in_float32 = autocast and sharding == "fsdp2"
     width = 2 if autocast else 4
@@ -148,13 +193,13 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     def size(p: Any) -> tuple[int, float]:
         """Elements and bytes. Under ZeRO-3 a parameter is empty, but knows its full size."""
         n = getattr(p, "ds_numel", p.numel())
-        if zero and p.is_floating_point():
+        if has_zero and p.is_floating_point():
             return n, n * width
         return n, n * (4 if trained_in_float32 and p.requires_grad else p.element_size())
 
     n_all, all_bytes = _sum_of_pairs(size(p) for p in model.parameters())
     n_trained, trained_bytes = _sum_of_pairs(size(p) for p in model.parameters() if p.requires_grad)
-    if not zero and not trained_in_float32:
+    if not has_zero and not trained_in_float32:
         width = model.get_input_embeddings().weight.element_size()
     trained_width = trained_bytes / n_trained
     if args.optim == "sgd":
@@ -162,13 +207,13 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
     elif "8bit" in args.optim:
         moments = 2.0
     else:  # Unknown optimizers count as AdamW.
-        moments = 2 * (4 if zero else trained_width)
+        moments = 2 * (4 if has_zero else trained_width)
     bucket = zero.get("reduce_bucket_size", 5e8)
     if bucket == "auto":  # Transformers fills in the square of the model's width.
         bucket = model.config.get_text_config().hidden_size ** 2
     vllm = 0.0
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
-        vllm = args.vllm_gpu_memory_utilization * (_device_bytes(trainer) or 0)
+        vllm = args.vllm_gpu_memory_utilization * (place.device_bytes or 0)
     generated_rows = 0
     if not args.use_vllm and args.rollouts is None:  # Transformers generates all of a process's at once.
         generated_rows = args.per_device_train_batch_size * args.steps_per_generation
@@ -190,7 +235,7 @@ def memory_plan(trainer: Any) -> dict[str, dict[str, float]]:
             prompt=prompt,
             completion=completion,
             checkpointing=args.gradient_checkpointing,
-            fused_kernels=trainer.accelerator.device.type in ("cuda", "xpu"),
+            fused_kernels=place.on_gpu,
             reference=trainer.ref_model is not None,
             vllm=vllm,
             vllm_sleeps=args.vllm_enable_sleep_mode,

@@ -5,26 +5,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 
-def shape(path: str, options: Mapping[str, Any]) -> Any | None:
-    """
-    A causal language model without values, of a folder that has its configuration and no weights; `None` for any other
-    folder, or a name on the Hub. `options` are those of `from_pretrained` in training.
-    """
+def lacks_weights(path: str) -> bool:
+    """Whether a folder has the configuration of a model and no weights; no name on the Hub does."""
     folder = Path(path)
     endings = ("*.safetensors", "*.bin", "adapter_config.json")
     weights = [file for ending in endings for file in folder.glob(ending)]
-    if weights or not (folder / "config.json").is_file():
-        return None
-    # Options that change the configuration
-    of_config = {name: options[name] for name in ("trust_remote_code", "attn_implementation") if name in options}
-    config = AutoConfig.from_pretrained(path, **of_config)
+    return (folder / "config.json").is_file() and not weights
+
+
+def shape(name: str, options: Mapping[str, Any]) -> PreTrainedModel:
+    """
+    A causal language model whose weights have no values, made of the configuration in a folder or on the Hub.
+    `options` are those of `from_pretrained` in training.
+    """
+    of_config = ("revision", "trust_remote_code", "attn_implementation")
+    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in of_config if key in options})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=of_config.get("trust_remote_code"))
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=options.get("trust_remote_code"))
     dtype = options.get("dtype") or "float32"  # TRL's default
     if dtype != "auto":
-        model = model.to(getattr(torch, str(dtype)))
+        model = model.to(getattr(torch, str(dtype).removeprefix("torch.")))
     model.hf_device_map = {"": "meta"}  # so that the trainer does not move it to a device
     return model

@@ -177,7 +177,7 @@ def test_plan_is_that_of_the_trainer(tiny_model, tmp_path, monkeypatch):
         assert components[name] == bytes_per_parameter * n
     monkeypatch.setattr(plan, "_device_bytes", lambda trainer: 10**10)
     moments = {"generation": {}, "other": {}}
-    monkeypatch.setattr(plan, "memory_plan", lambda trainer: moments)
+    monkeypatch.setattr(plan, "memory_plan", lambda trainer, place: moments)
     for of_vllm, text in ((9.1e9, "WARNING: does not leave 10% of the device's 10 GB"), (8.9e9, "fits, with 10% of")):
         moments["generation"] = {"vLLM": of_vllm}
         *_, line = plan.training_plan(trainer).splitlines()

@@ -109,7 +109,7 @@ def test_images_are_counted_with_their_prompts(tmp_path, caplog, column):
 
 
 def test_what_cannot_be_planned_is_left_out_with_a_warning(tiny_model, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(plan, "memory_plan", lambda trainer: {}["layers"])
+    monkeypatch.setattr(plan, "memory_plan", lambda trainer, place: {}["layers"])
     with caplog.at_level(logging.WARNING, "opo_trl"):
         assert "  memory" not in make_trainer(tiny_model, tmp_path).plan
     assert "The plan has no line for memory: KeyError: 'layers'" in caplog.text

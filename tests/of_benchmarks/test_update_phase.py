@@ -1,6 +1,7 @@
 """The benchmarks of an update phase: rollouts, counts, checks and tables, but not times."""
 
 import functools
+import json
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import passes, replay, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
+from benchmarks.record import Limit, measure_missing
 from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 from opo_trl.checks.files import read_json
 
@@ -131,3 +133,35 @@ def test_operations_are_those_that_pytorch_counts():
     width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
     attention_flops = 2 * width * 48 * 24
     assert counter.get_total_flops() == pytest.approx(causal_flops + 3 * attention_flops, rel=0.01)
+
+
+def test_what_is_measured_stays_and_what_is_missing_is_measured(tmp_path, capsys):
+    measured = []
+    broken = ["b"]
+
+    def case(name):
+        if name == "large":
+            raise torch.OutOfMemoryError
+        if name in broken:
+            raise ValueError(f"no {name}")
+        measured.append(name)
+
+    file = tmp_path / "new" / "results.json"
+    cases = {name: functools.partial(case, name) for name in ("large", "a", "b", "c")}
+    first_cases = {name: cases[name] for name in ("large", "a")}
+    measure_missing(file, {"rows": 8}, first_cases, Limit(60))
+    measure_missing(file, {"rows": 8}, cases, Limit(0))
+    assert measured == ["a"]
+    assert "the same command resumes" in capsys.readouterr().out
+    results = measure_missing(file, {"rows": 8}, cases, Limit(60))
+    assert results["failed"] == {"b": "ValueError: no b"}
+    assert measured == ["a", "c"]  # what fails does not stop the others
+    broken.clear()
+    results = measure_missing(file, {"rows": 8}, cases, Limit(60))
+    assert results["failed"] == {}
+    assert measured == ["a", "c", "b"]
+    results = json.loads(file.read_text())
+    assert results["cases"] == {"large": "out of memory", "a": None, "b": None, "c": None}
+    assert {"command", "date", "device", "versions"} <= results.keys()
+    with pytest.raises(ValueError, match=r"settings=\{'rows': 8\}.*Choose another output"):
+        measure_missing(file, {"rows": 4}, cases, Limit(60))
