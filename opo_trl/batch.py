@@ -88,11 +88,14 @@ def as_batch(entries: dict[str, Any]) -> Batch:
 
 
 def carried(rollout: Mapping[str, Any]) -> Batch:
-    """A rollout of TRL without entries of a later release that do not have a value for each completion."""
+    """
+    A rollout of TRL without what cannot be divided among micro-batches: entries that the package does not know, as of
+    a later release, and that are not tensors with a value for each completion.
+    """
     n_completions = len(rollout["completion_ids"])
 
     def can_travel(name: str, value: Any) -> bool:
-        if name in KNOWN_KEYS:
+        if name in KNOWN_KEYS:  # entries of the tested releases
             return True
         return isinstance(value, Tensor) and value.shape[:1] == (n_completions,)
 
@@ -100,7 +103,7 @@ def carried(rollout: Mapping[str, Any]) -> Batch:
 
 
 def completion_tokens(batch: Batch) -> Tensor:
-    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no truncated completion."""
+    """Bool mask `[B, T]` of the tokens that the model wrote: no padding, no tool output, no masked completion."""
     mask = batch["completion_mask"].bool()
     if "tool_mask" in batch:
         mask = mask & batch["tool_mask"].bool()
@@ -125,7 +128,7 @@ def take(batch: Mapping[str, Any], order: np.ndarray) -> Batch:
     order_on: dict[torch.device, Tensor] = {}
 
     def in_order(value: Any) -> Any:
-        """A value of the batch in the given order, if it has an entry for each completion."""
+        """A value of the batch in the given order; one without an entry for each completion as it is."""
         if isinstance(value, list):
             return [value[place] for place in order]
         if not isinstance(value, Tensor) or not value.ndim:
@@ -134,13 +137,18 @@ def take(batch: Mapping[str, Any], order: np.ndarray) -> Batch:
             order_on[value.device] = to_device(order, value.device)
         return value[order_on[value.device]]
 
+    # Pixel values have a row for each patch of an image: TRL makes lists of them, with an entry for each completion,
+    # and puts these together again.
     with_images_apart = split_pixel_values_by_grid(dict(batch))
     entries = {name: in_order(value) for name, value in with_images_apart.items()}
     return as_batch(unsplit_pixel_values_by_grid(entries))
 
 
 def concatenate(batches: Sequence[Mapping[str, Any]]) -> Batch:
-    """The completions of several batches with the same entries, padded to the widest."""
+    """
+    The completions of several batches with the same entries, padded to the widest. A value that is not per completion,
+    such as a scalar, is that of the last batch.
+    """
     entries: dict[str, Any] = {}
     for name, value in batches[-1].items():
         values = [batch[name] for batch in batches]
@@ -169,13 +177,14 @@ def exchange(batch: Mapping[str, Any], completions: np.ndarray, accelerator: Acc
     same number of completions, and tensors of the same names, types and shapes.
     """
     tensors = {name: batch[name].contiguous() for name in sorted(batch) if batch[name].ndim}
+    # All entries become the columns of one table, so that a single call gathers them whatever their types.
     as_bytes = [tensor.reshape(len(tensor), -1).view(torch.uint8) for tensor in tensors.values()]
     of_all = accelerator.gather(torch.cat(as_bytes, dim=1))
     bytes_of_completions = of_all[to_device(completions, of_all.device)]
     parts = bytes_of_completions.split([part.size(1) for part in as_bytes], dim=1)
     entries = dict(batch)
     for (name, tensor), part in zip(tensors.items(), parts, strict=True):
-        # As another type, a tensor has to begin at a multiple of its size.
+        # A copy, as bytes can be viewed as another type only where they begin at a multiple of its size.
         aligned = part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
         entries[name] = aligned.view(len(completions), *tensor.shape[1:])
     return as_batch(entries)
@@ -203,7 +212,10 @@ def widths_of_tables(batch: Mapping[str, Any]) -> dict[str, int]:
 
 
 def to_widths(batch: Mapping[str, Any], widths: Mapping[str, int]) -> Batch:
-    """A batch with these numbers of columns in some of its tensors: cut, or padded with zeros, on their side."""
+    """
+    A batch with these numbers of columns in some of its tensors (name → columns): cut, or padded with zeros, as
+    [`to_width`] does it.
+    """
     entries = dict(batch)
     for name, width in widths.items():
         entries[name] = to_width(name, batch[name], width)
@@ -211,7 +223,10 @@ def to_widths(batch: Mapping[str, Any], widths: Mapping[str, int]) -> Batch:
 
 
 def to_width(name: str, value: Tensor, width: int) -> Tensor:
-    """An entry `[B, T, …]` of a batch with `width` columns: cut, or padded with zeros, on its side."""
+    """
+    The entry `name` of a batch, `[B, T, …]`, with `width` columns: cut, or padded with zeros, on the left if its
+    columns are tokens of prompts, otherwise on the right.
+    """
     n_columns = value.size(1)
     is_padded_left = name in PROMPT_COLUMNS
     if width <= n_columns:

@@ -38,14 +38,14 @@ def check() -> None:
             [`check_replaced`].
     """
     check_replaced()
-    verdict = contract.examine()
+    verdict = contract.examine()  # how the installed releases differ from the tested ones
     outside = untested()
     if verdict.breaks:
         installed = ", ".join(f"{name} {version(name)}" for name in TESTED)
         tested = " ".join(f"'{name}{TESTED[name]}'" for name in outside or TESTED)
         faults = "; ".join(verdict.breaks)
         raise ImportError(f"opo_trl cannot train with {installed}: {faults}. Run `pip install {tested}`.")
-    notes = [*verdict.differences]
+    notes = [*verdict.differences]  # with which the package works
     if outside:
         releases = ", ".join(f"{name}{TESTED[name]}, not with {release}" for name, release in outside.items())
         notes.insert(0, f"opo_trl is tested with {releases}. It checks a run's first rollout and optimizer step.")

@@ -34,7 +34,14 @@ logger = logging.getLogger(__name__)
 AnchorCorrection = Literal["absorbed", "length_normalized", "sequence"]
 
 # The usual optimizers among those that Transformers offers, which read no `optim_args`
-_WITHOUT_ARGS = ("adamw_torch", "adamw_torch_fused", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adafactor")
+_OPTIMIZERS_WITHOUT_ARGS = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_8bit",
+    "adamw_bnb_8bit",
+    "paged_adamw_8bit",
+    "adafactor",
+)
 
 
 @dataclass
@@ -73,7 +80,8 @@ class ObjectiveConfig:
             raise ValueError(f"mu={self.mu} and chi2_radius={self.chi2_radius} are both set. Remove one of them.")
         for name in ("temperature_range", "positive_bounds", "negative_bounds"):
             value = getattr(self, name)
-            ordered = len(value) == 2 and 0 <= value[0] <= value[1] > 0  # a weight of 0 would exclude samples
+            # With an upper bound of 0, every weight would be 0, which excludes samples.
+            ordered = len(value) == 2 and 0 <= value[0] <= value[1] > 0
             require(ordered, name, value, "two numbers of at least 0, the lower first, the upper above 0")
         if self.loss_type is not None:
             self._take_from_loss_type(self.loss_type)
@@ -86,12 +94,14 @@ class ObjectiveConfig:
         self._check_fields_of_others(kind)
         if self.mu is None and self.chi2_radius is None and "mu" in kind.fields:
             self.mu = 0.3
+        # An objective of the user's, which is not in `OBJECTIVES`, may read any field.
         reads_clamp = "log_ratio_clamp" in kind.fields or self.objective not in OBJECTIVES
         if self.log_ratio_clamp is None and reads_clamp:
             self.log_ratio_clamp = 20.0 if self.log_ratio_reduction == "sum" else 5.0
 
     def _take_from_loss_type(self, loss_type: str) -> None:
         """Set `objective` to the loss that `loss_type`, TRL's field, names."""
+        # `NEAREST`: a loss of TRL that this package does not have → the most similar one that it has
         allowed = f"one of {', '.join(OBJECTIVES)}; nearest is {NEAREST.get(loss_type, 'dapo')}"
         require(loss_type in OBJECTIVES, "loss_type", loss_type, allowed)
         if self.objective not in (None, loss_type):
@@ -102,10 +112,13 @@ class ObjectiveConfig:
         self.objective = loss_type
 
     def _check_fields_of_others(self, kind: type[Objective]) -> None:
-        """Reject fields of another objective of ours; one of the user's may read any."""
+        """
+        Reject a field that only other objectives of this package read, or that another field leaves without effect,
+        unless it has its default. An objective of the user's may read any field.
+        """
         if self.objective not in OBJECTIVES:
             return
-        fields_off = kind(self).fields_off
+        fields_off = kind(self).fields_off  # field without effect → the field whose value is the cause
         read_by_others = {name for other in OBJECTIVES.values() for name in other.fields}
         unread = (read_by_others - kind.fields) | fields_off.keys()
         for name, usual in defaults(type(self)).items():
@@ -123,7 +136,10 @@ class ObjectiveConfig:
 
 
 def check_optim_args(args: Any) -> None:
-    """Check that optimizer and schedule read their options, which Transformers would ignore."""
+    """
+    Check that the optimizer and the schedule of the learning rate read the options that are set for them, which
+    Transformers would ignore: a `ValueError`, but only a warning for a warm-up.
+    """
     if args.lr_scheduler_kwargs and args.lr_scheduler_type in ("constant", "constant_with_warmup"):
         raise ValueError(
             f"lr_scheduler_kwargs={args.lr_scheduler_kwargs!r} has no effect on a constant learning rate. "
@@ -134,7 +150,7 @@ def check_optim_args(args: Any) -> None:
             f"warmup_steps={args.warmup_steps} has no effect with lr_scheduler_type={args.lr_scheduler_type.value!r}. "
             "Set it to 'constant_with_warmup'."
         )
-    if args.optim_args and args.optim in _WITHOUT_ARGS:
+    if args.optim_args and args.optim in _OPTIMIZERS_WITHOUT_ARGS:
         raise ValueError(f"optim_args={args.optim_args!r} has no effect on optim={args.optim.value!r}. Remove it.")
 
 
@@ -317,7 +333,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             self.lr_scheduler_kwargs = mode | cast(dict, self.lr_scheduler_kwargs or {})
         if self.n_gpu > 1:  # a process that sees several devices: TRL would split the model over them
             self.model_init_kwargs = {"device_map": {"": 0}, **cast(dict, self.model_init_kwargs or {})}
-            self._n_gpu = 1
+            self._n_gpu = 1  # what `n_gpu` returns: the number of devices that this process uses
         level = self.importance_sampling_level
         require(level in ("token", "sequence"), "importance_sampling_level", level, "'token' or 'sequence'")
         self.check_objective()
@@ -331,7 +347,10 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         return self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
 
     def _choose_metric_for_best_model(self) -> None:
-        """Follow the reward where Transformers would follow the loss, which says little."""
+        """
+        Where Transformers chooses the best checkpoint, or a schedule follows a metric, make it the reward by default,
+        in place of the loss. A `ValueError` if the loss itself is asked for without `beta`.
+        """
         is_followed = self.load_best_model_at_end or self.save_strategy == "best" or self._schedule_follows_metric
         if is_followed and self.metric_for_best_model is None:
             self.metric_for_best_model, self.greater_is_better = "reward", True
@@ -369,7 +388,10 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             require(fits, name, value, allowed)
 
     def _check_updates(self) -> None:
-        """Check what would divide an optimizer step otherwise, or could not be resumed."""
+        """
+        Check what would take an optimizer step before all its micro-batches are computed, could not be resumed, or
+        would change the coefficient of the entropy bonus.
+        """
         optim: Any = self.optim
         is_cut = self.max_tokens_per_micro_batch is not None and updates_in_backward(self)
         allowed = f"None: optim={optim.value!r} takes a step in every backward pass"
@@ -388,7 +410,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
         for name, value in options.items():
             if fault := self._fault_of_generation(name, value):
                 raise ValueError(f"generation_kwargs={options!r}: {name!r} {fault}.")
-        if options:  # `None` would open what another field has set, and Transformers takes no 2 for 2.0.
+        # Without options that are `None`, which would open what another field has set; and with 2.0 for 2 where
+        # Transformers takes nothing but a float.
+        if options:
             defaults = GenerationConfig._get_default_generation_params()
             self.generation_kwargs = {}
             for name, value in options.items():
@@ -397,7 +421,11 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
                     self.generation_kwargs[name] = float(value) if is_float and isinstance(value, int) else value
 
     def _fault_of_generation(self, name: str, value: Any) -> str | None:
-        """What is wrong with an option of generation, and what to do; `None` if it is fine."""
+        """
+        What is wrong with the option `name` of `generation_kwargs`, and what to do, as the rest of a sentence that
+        begins with the name; `None` if it is fine.
+        """
+        # Options that may only have the value by which the policy is sampled and trained
         required: dict[str, Any] = {"temperature": self.temperature, "do_sample": True}
         required |= dict.fromkeys(("max_new_tokens", "max_tokens"), self.max_completion_length)
         required |= dict.fromkeys(("num_beams", "guidance_scale", "num_return_sequences", "n"), 1)

@@ -185,7 +185,7 @@ NEEDS: dict[str, dict[str, str]] = {
 }
 
 
-_TRAINERS = ("trl.GRPOTrainer", "transformers.Trainer")  # of which the package overrides methods
+_OVERRIDDEN_CLASSES = ("trl.GRPOTrainer", "transformers.Trainer")  # of which the package overrides methods
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Verdict:
 
 def examine() -> Verdict:
     """Compare the installed releases with what the package needs and with the tested ones. No model is loaded."""
-    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    record = json.loads(RECORD.read_text(encoding="utf-8"))  # what the tested releases have
     differences: list[str] = []
     breaks: list[str] = []
     for need in needs():
@@ -233,7 +233,7 @@ def examine() -> Verdict:
             breaks.extend(f"{need.path} {fault} (for {need.purpose})" for fault in _faults(need, tested))
     if breaks:  # the classes that are read below may be missing
         return Verdict(differences, breaks)
-    mentioned = _strings_in_methods(resolve_name("trl.GRPOTrainer"))
+    mentioned = _constants_in_methods(resolve_name("trl.GRPOTrainer"))
     breaks.extend(f"rollouts have no entry {key!r}" for key in ROLLOUT_KEYS if key not in mentioned)
     new_entries = sorted(rollout_entries() - {*record["entries"]})
     differences.extend(f"rollouts have a new entry {key!r}, which opo_trl does not read" for key in new_entries)
@@ -242,7 +242,10 @@ def examine() -> Verdict:
 
 
 def needs() -> Iterator[Need]:
-    """All names that the package needs."""
+    """
+    All names that the package needs, from the texts in `NEEDS`, such as `train(resume, trial?) args`: a method whose
+    parameter `trial` need not be read, and an attribute.
+    """
     for purpose, owners in NEEDS.items():
         for owner, names in owners.items():
             for name, signature in re.findall(r"(\w+)(\([^)]*\))?", names):
@@ -265,9 +268,13 @@ def _exists(need: Need) -> bool:
 
 
 def _codes_of_methods(owner: type) -> Iterator[CodeType]:
-    """Code of all methods of a class; its names include the attributes of instances that they assign and read."""
+    """
+    Code of all methods of a class and of its bases. Its names (`co_names`) include the attributes of instances that
+    they assign and read.
+    """
     for base in inspect.getmro(owner):
         for member in vars(base).values():
+            # A property has its function in `fget`, a cached one in `func`.
             function = getattr(member, "fget", None) or getattr(member, "func", None) or member
             yield from _codes(function)
 
@@ -282,8 +289,10 @@ def _codes(function: Any) -> Iterator[CodeType]:
             pending.extend(constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
-def _strings_in_methods(owner: type) -> set[Any]:
-    """All constants in the methods of a class, such as the keys of dictionaries."""
+def _constants_in_methods(owner: type) -> set[Any]:
+    """
+    All constants in the methods of a class, among which are the strings by which they name entries of dictionaries.
+    """
     strings: set[Any] = set()
     for code in _codes_of_methods(owner):
         for constant in code.co_consts:
@@ -291,36 +300,51 @@ def _strings_in_methods(owner: type) -> set[Any]:
     return strings
 
 
-_KINDS = {"KEYWORD_ONLY": "by keyword", "VAR_POSITIONAL": "*", "VAR_KEYWORD": "**", "POSITIONAL_ONLY": "by position"}
+_UNUSUAL_KINDS = {
+    "KEYWORD_ONLY": "by keyword",
+    "VAR_POSITIONAL": "*",
+    "VAR_KEYWORD": "**",
+    "POSITIONAL_ONLY": "by position",
+}
 
 
 def parameters_of(function: Any) -> dict[str, str]:
-    """Parameter of a function → its kind, if that is not the usual one, and its default, if it has one."""
+    """
+    Parameter of a function, without `self` → its kind, if it is not passed by position or keyword, and its default, if
+    it has one, such as `"by keyword = None"`.
+    """
     parameters = {}
     for name, parameter in inspect.signature(function).parameters.items():
         has_default = parameter.default is not parameter.empty
-        default = f"= {_shown(parameter.default)}" if has_default else ""
-        parameters[name] = f"{_KINDS.get(parameter.kind.name, '')} {default}".strip()
+        default = f"= {_short_repr(parameter.default)}" if has_default else ""
+        parameters[name] = f"{_UNUSUAL_KINDS.get(parameter.kind.name, '')} {default}".strip()
     parameters.pop("self", None)
     return parameters
 
 
-def _shown(default: Any) -> str:
+def _short_repr(default: Any) -> str:
     return re.sub(r" at 0x\w+", "", repr(default))[:80]
 
 
 def _nearest(now: dict[str, str], tested: list[dict[str, str]]) -> dict[str, str]:
-    """Parameters of a function in the tested release that is most like this one."""
+    """
+    Of the parameters that a function has in `tested` releases, those with which `now`, its installed ones, are
+    compared: the same if there are any, otherwise those of the latest release. The function is new if none is tested.
+    """
     return now if now in tested or not tested else tested[-1]
 
 
 def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
-    """Why a function cannot be called or overridden as the package does it."""
+    """
+    Why a function cannot be called or overridden as the package does it: ends of sentences that begin with its path.
+    `tested` are its parameters in tested releases.
+    """
     function = resolve_name(need.path)
     if not callable(function):
         yield "is not a function"
         return
-    if need.owner in _TRAINERS and need.name.startswith("_") and not _is_called(need):
+    # Of the trainers, the package overrides methods that begin with "_".
+    if need.owner in _OVERRIDDEN_CLASSES and need.name.startswith("_") and not _is_called(need):
         yield "is called no more"  # so an override of it would change nothing
     now = parameters_of(function)
     before = _nearest(now, tested)
@@ -332,28 +356,32 @@ def _faults(need: Need, tested: list[dict[str, str]]) -> Iterator[str]:
     for name in now:
         if now[name] in ("", "by keyword") and name not in before:
             yield f"has a new parameter {name!r} without a default"
+    # Of the parameters that the package passes, those that both releases have, in order
     common = [name for name in need.parameters or () if name in now and name in before]
     if [name for name in now if name in common] != [name for name in before if name in common]:
         yield f"has another order of its parameters, {', '.join(now)}"
-    loaded = _loaded(function)
+    loaded = _names_read_by(function)
     for name in need.read:
         if loaded and name in now and name not in loaded:
             yield f"ignores its parameter {name!r}"
 
 
 def _is_called(need: Need) -> bool:
-    """Whether methods of a class still name another one of its methods."""
+    """
+    Whether a method is named by any other method of its class than itself, which says that it is still called: an
+    override of it has an effect.
+    """
     owner = resolve_name(need.owner)
     own_code = [*_codes(getattr(owner, need.name))]
     return any(need.name in code.co_names for code in _codes_of_methods(owner) if code not in own_code)
 
 
-def _loaded(function: Any) -> set[str]:
-    """Names that a function reads."""
+def _names_read_by(function: Any) -> set[str]:
+    """Names that a function reads, by the instructions of its code; empty if it is not written in Python."""
     loaded: set[str] = set()
     for code in _codes(function):
         for step in dis.get_instructions(code):
-            if step.opname.startswith("LOAD"):
+            if step.opname.startswith("LOAD"):  # of one name, or of several at once
                 loaded.update(step.argval if isinstance(step.argval, tuple) else (step.argval,))
     return loaded
 
@@ -373,7 +401,10 @@ def _changed_parameters(need: Need, tested: list[dict[str, str]]) -> Iterator[st
 
 
 def rollout_entries() -> set[str]:
-    """Names of the entries that TRL puts into the rollout that it returns, as far as its text shows them."""
+    """
+    Names of the entries that TRL puts into the rollout that it returns, as far as its source shows them: keys of a
+    dictionary that it assigns to the returned name, and keys that it assigns in there. Empty without the source.
+    """
     function = inspect.unwrap(resolve_name("trl.GRPOTrainer")._generate_and_score_completions)
     try:
         source = inspect.getsource(function)
@@ -398,18 +429,18 @@ def config_defaults() -> dict[str, str]:
     defaults = {}
     for field in dataclasses.fields(resolve_name("trl.GRPOConfig")):
         factory: Any = field.default_factory
-        defaults[field.name] = _shown(field.default if factory is dataclasses.MISSING else factory())
+        defaults[field.name] = _short_repr(field.default if factory is dataclasses.MISSING else factory())
     return defaults
 
 
-_ABSENT = "absent"  # in place of a default, where a tested release has no such field
+_NO_SUCH_FIELD = "absent"  # in place of a default, where a tested release has no such field
 
 
 def _changed_defaults(tested: Mapping[str, list[str]]) -> Iterator[str]:
     """Fields of `GRPOConfig` that are new, or whose default no tested release has, as sentences."""
     now = config_defaults()
     for name in {**tested, **now}:
-        default = now.get(name, _ABSENT)
+        default = now.get(name, _NO_SUCH_FIELD)
         if name not in tested:
             yield f"trl.GRPOConfig has a new field {name!r} (default {default}), which opo_trl does not know"
         elif default not in tested[name]:
@@ -417,7 +448,10 @@ def _changed_defaults(tested: Mapping[str, list[str]]) -> Iterator[str]:
 
 
 def record_installed() -> None:
-    """Add the installed releases to the record."""
+    """
+    Add what the installed releases have to the record of tested releases, `contract.json`: parameters of functions,
+    entries of a rollout, and defaults of fields.
+    """
     empty: dict[str, Any] = {"releases": [], "parameters": {}, "entries": [], "defaults": {}}
     record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else empty
     for need in needs():
@@ -428,8 +462,9 @@ def record_installed() -> None:
     record["entries"] = sorted({*record["entries"], *rollout_entries()})
     defaults = config_defaults()
     for name in {**record["defaults"], **defaults}:
-        tested = record["defaults"].setdefault(name, [_ABSENT] if record["releases"] else [])
-        default = defaults.get(name, _ABSENT)
+        # The releases recorded so far have no field that is new now.
+        tested = record["defaults"].setdefault(name, [_NO_SUCH_FIELD] if record["releases"] else [])
+        default = defaults.get(name, _NO_SUCH_FIELD)
         tested.extend([default] if default not in tested else [])
     installed = [f"{name} {version(name)}" for name in ("trl", "transformers", "accelerate")]
     record["releases"].append(", ".join(installed))

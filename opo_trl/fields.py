@@ -63,7 +63,7 @@ WORKER_MEMORY = Bound(
 )
 
 # Bounds of fields of TRL and Transformers: of those that would silently train something else if they were out of range
-_INHERITED = {
+_BOUNDS_OF_INHERITED = {
     "max_steps": Bound("an integer of at least 1, or to -1 to use `num_train_epochs`", lambda x: x >= 1 or x == -1),
     "num_train_epochs": POSITIVE,
     "temperature": POSITIVE,
@@ -76,7 +76,10 @@ _INHERITED = {
 
 
 def described(kind: type) -> dict[str, dict[str, str]]:
-    """Heading → field → description, as the docstring of a dataclass has them in TRL's style."""
+    """
+    Heading → field → description, from the docstring of a dataclass in TRL's style: the section `Parameters:` has
+    lines `    > Heading`, each followed by fields, `    name (type):`, and their descriptions, indented by 8.
+    """
     headings: dict[str, dict[str, str]] = {}
     section, name = "", ""
     for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
@@ -129,8 +132,9 @@ def hints(kind: Any) -> Mapping[str, Any]:
 @functools.cache
 def _bounds(kind: Any) -> Mapping[str, Bound]:
     """Field of a dataclass → its bound, of those that have one."""
-    bounds = dict(_INHERITED)
+    bounds = dict(_BOUNDS_OF_INHERITED)  # of fields of TRL and Transformers, whose types have none
     for name, hint in get_type_hints(kind, include_extras=True).items():
+        # A type such as `Annotated[int, COUNT]` has its bound as metadata.
         if metadata := getattr(hint, "__metadata__", ()):
             bounds[name] = metadata[0]
     return bounds
@@ -138,7 +142,10 @@ def _bounds(kind: Any) -> Mapping[str, Bound]:
 
 @functools.cache
 def _number_types(kind: Any) -> Mapping[str, tuple[type, bool]]:
-    """Field → `float`, `int` or `bool`, and whether it may be `None`, of the fields that are nothing else."""
+    """
+    Field of a dataclass → its type, and whether it may be `None`: of those whose type is `float`, `int` or `bool`, and
+    nothing else besides `None`.
+    """
     number_types: dict[str, tuple[type, bool]] = {}
     for name, hint in hints(kind).items():
         is_union = get_origin(hint) in (Union, UnionType)
@@ -164,7 +171,10 @@ def not_allowed(name: str, value: object, allowed: object) -> str:
 
 
 def field_problems(kind: Any, values: Mapping[str, Any]) -> dict[str, str]:
-    """Field → what is wrong with its value by itself."""
+    """
+    Field of a dataclass → message about its value, of the fields among these `values` whose value is not allowed,
+    whatever the others are. `None`, and a field without a value, are not checked here.
+    """
     problems = {}
     for name in hints(kind):
         value = values.get(name)
@@ -197,7 +207,7 @@ def _what_is_allowed(kind: Any, name: str, value: Any) -> str | None:
     return None
 
 
-_NUMBER = re.compile(r"(?:Annotated\[)?(int|float)(?: \| None)?(?:, ([A-Z_]+)\])?")
+_DECLARED_NUMBER = re.compile(r"(?:Annotated\[)?(int|float)(?: \| None)?(?:, ([A-Z_]+)\])?")
 
 
 def number_problem(name: str, declared: str, value: Any) -> str | None:
@@ -205,11 +215,13 @@ def number_problem(name: str, declared: str, value: Any) -> str | None:
     What is wrong with the text of a number; `None` if it is fine, or the field is not `declared` as a number. This
     needs the field's type as its source has it, and no import of its class.
     """
-    declaration = _NUMBER.fullmatch(declared)
+    # Such as `Annotated[float | None, POSITIVE]`: the type of the number, and the name of its bound
+    declaration = _DECLARED_NUMBER.fullmatch(declared)
     if declaration is None or not isinstance(value, str):
         return None
     number_type, usual = (int, "an integer") if declaration[1] == "int" else (float, "a number")
-    bound = _INHERITED.get(name) or globals().get(declaration[2])
+    # That of a field of TRL or Transformers, or the bound of this module that the declaration names
+    bound = _BOUNDS_OF_INHERITED.get(name) or globals().get(declaration[2])
     allowed = bound.text if bound else usual
     try:
         number = number_type(value)
@@ -233,7 +245,8 @@ def check_fields(arguments: Any) -> None:
             continue
         if value is None:
             setattr(arguments, name, usual[name])
-        # The default of some fields of Transformers, each a fraction or a count, is an integer.
+        # Converted only if the default is of another type: some fields of Transformers, each a fraction or a count,
+        # are declared as `float` but have an integer as default, and may keep one.
         elif type(value) is not type(usual[name]):
             setattr(arguments, name, number_type(value))
 
@@ -248,7 +261,7 @@ def mapping_of(name: str, value: Any) -> dict[str, Any] | None:
     try:
         mapping = yaml.load(value, YAMLLoader) if isinstance(value, str) else value
     except yaml.YAMLError:
-        mapping = value
+        mapping = value  # which is rejected, as it is text
     require(mapping is None or isinstance(mapping, dict), name, value, "a mapping, such as `{name: value}`")
     return mapping
 

@@ -37,7 +37,9 @@ def equal_rewards(rewards: Tensor, weights: Tensor, counts: Tensor, num_generati
     """
     terms = rewards * weights
     magnitudes = terms.abs().nansum(dim=1).view(-1, num_generations)
+    # So many units of float32's rounding, relative to the largest sum of absolute terms in the group
     rounding = ROUNDING_ERRORS * torch.finfo(torch.float32).eps * magnitudes.amax(dim=1)
+    # Of groups, `[N / num_generations]`, as the rounding
     differ = have_spread(terms.nansum(dim=1), counts, num_generations, rounding)
     return (~differ).repeat_interleave(num_generations), rounding.repeat_interleave(num_generations)
 
@@ -54,7 +56,7 @@ def rounding_of_advantages(rewards: Tensor, weights: Tensor, num_generations: in
     scored = ~rewards.isnan()
     if is_of_sums:
         equal, rounding = equal_rewards(rewards, weights, scored.any(dim=1), num_generations)
-        return torch.where(equal, rounding / 1e-4, 0.0)
+        return torch.where(equal, rounding / 1e-4, 0.0)  # a standard deviation of 0, plus 1e-4
     equal = torch.ones_like(scored[:, 0])
     rounding = torch.zeros_like(rewards[:, 0])
     for index, weight in enumerate(weights):
@@ -90,7 +92,7 @@ def gather_samples(rollout: Batch, logps: Tensor | None, accelerator: Accelerato
     rewards = rollout.get("rewards_per_func", torch.zeros_like(advantages).unsqueeze(1))
     sum_of_logps = torch.where(mask, logps, 0.0).sum(dim=1)
     columns = [advantages, mask.sum(dim=1), sum_of_logps, token_mean(logps, mask)]
-    numbers = torch.stack([column.float() for column in columns], dim=1)
+    numbers = torch.stack([column.float() for column in columns], dim=1)  # `[B, 4]`
     of_all = accelerator.gather(torch.cat([numbers, rewards.float()], dim=1))  # of all processes
     numbers_of_all, rewards_of_all = of_all.cpu().double().tensor_split([len(columns)], dim=1)
     advantages_of_all, lengths, logps_of_completions, mean_logps = numbers_of_all.T
@@ -117,7 +119,8 @@ def complete_groups(
     valid = (lengths > 0) & ~is_unscored & advantages.isfinite()
     weights = reward_weights.cpu().double()
     equal, rounding = equal_rewards(rewards, weights, valid, num_generations)
-    # An override may subtract the mean of equal rewards, too. A constant that it adds is a signal.
+    # In a group of equal rewards, an advantage within rounding is no signal, whoever has subtracted the mean. A larger
+    # one, such as a constant that an override adds, is.
     is_rounding = equal & (advantages.abs() <= rounding)
     sums = (rewards * weights).nansum(dim=1)
     valid_sums = sums.where(valid, -torch.inf)

@@ -208,7 +208,7 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     Sort-based algorithm of Duchi, Shalev-Shwartz, Singer and Chandra (ICML 2008): with the entries sorted downwards,
     the threshold is `(sum of the k largest − n) / k` for the largest k whose k-th entry exceeds it.
     """
-    count = keep.sum(dim=1, keepdim=True)
+    count = keep.sum(dim=1, keepdim=True)  # n
     entries = target.masked_fill(~keep, -torch.inf)
     # A constant added to a row does not change its projection. With a maximum of 0, the sums keep their digits.
     entries = entries - entries.amax(dim=1, keepdim=True)
@@ -440,7 +440,7 @@ class Objective:
         return self.log_ratio_reduction
 
     def describe_objective(self) -> str:
-        """Line of a run's plan: its options, and the fields that it reads."""
+        """Line of a run's plan: the objective's name, its options, and the fields that it reads, without those off."""
         values = dict(self.options)
         for name in sorted({*self.fields, "beta"}):
             values[name] = getattr(self.args, name, None)
@@ -470,7 +470,8 @@ class Objective:
         log_ratio = self.reduce(samples.sum(samples.log_ratios), samples)
         weights = self.weights(samples)
         clamped = log_ratio.detach().abs() > bound
-        # In value, so that no exponential overflows, but not in gradient, which ends where a form says so. NaN stays.
+        # Bounded in value, so that no exponential overflows, but not in gradient, which only the form of the loss may
+        # bound. An infinite log-ratio becomes the bound, without gradient; NaN stays.
         bounded = log_ratio.detach().clamp(-bound, bound)
         log_ratio = torch.where(log_ratio.isinf(), bounded, bounded + (log_ratio - log_ratio.detach()))
         return Loss(*self.terms(log_ratio, weights, samples), log_ratio, clamped, weights)
@@ -489,7 +490,9 @@ class Objective:
         completion is a sum over its tokens, and so is its gradient: a constant of the rollout makes the norm
         comparable with that of GRPO, whose loss is a mean over tokens.
         """
-        return 1 / length[valid].mean() if self.reduction == "sum" and valid.any() else torch.tensor(1.0)
+        if self.reduction == "sum" and valid.any():
+            return 1 / length[valid].mean()
+        return torch.tensor(1.0)
 
     def zero_gradient(self, target: Tensor, mu: Tensor, mask: Tensor, *, moved: bool = False) -> Tensor:
         """
@@ -540,12 +543,14 @@ class OPO(Objective):
         """Targets of complete groups, from escort weights and μ."""
         args = self.args
         temperature = self.temperature(groups)
-        correction = {"absorbed": None, "length_normalized": groups.mean_logps, "sequence": groups.logps}
-        anchor = correction[args.anchor_correction]
+        # Log-probabilities of completions under the behaviour policy that enter the escort weights; `None`: none
+        corrections = {"absorbed": None, "length_normalized": groups.mean_logps, "sequence": groups.logps}
+        anchor = corrections[args.anchor_correction]
         omega = escort_weights(
             groups.advantages, alpha=args.alpha, temperature=temperature, anchor_logps=anchor, **groups.rows
         )
         drive, _ = self.drive(omega, groups)
+        # Of `mu` and `chi2_radius`, a configuration has one.
         mu = stiffness_for_radius(drive, args.chi2_radius, valid=groups.valid) if args.mu is None else args.mu
         target, mu = self.target(drive, mu, groups)
         return Targets(drive, target, mu, omega, torch.as_tensor(temperature, dtype=omega.dtype))
@@ -590,10 +595,12 @@ class OPO(Objective):
         """
         if not samples.reused or self.ratio_form == "truncated":
             return samples.weights
+        # Without gradient. The first bound keeps the exponential finite, the second is 2.
         log_ratio = self.reduce(samples.moved, samples).clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP)
         ratio = log_ratio.exp().clamp(max=MAX_WEIGHT)
         return torch.where(samples.weights != 0, samples.weights * ratio, 0.0)
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+        """OPO's push and pull-back of each sample, `[B]` each, in the form that `ratio_form` names."""
         form = self.ratio_form
         return loss_terms(log_ratio, samples.target, mu=samples.mu, ratio_form=form, weights=weights)

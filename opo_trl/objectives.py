@@ -57,13 +57,17 @@ class GRPO(Objective):
     clips = level
 
     def loss(self, samples: Samples) -> Loss:
-        """Loss of each sample from the losses of its tokens, and which share of them is clipped."""
+        """
+        Loss of each sample from the losses of its tokens, and the shares of its tokens that are clipped. All of it is
+        `work`, as nothing pulls back to the behaviour policy.
+        """
         ratio, advantage = self.ratio(samples), samples.spread(samples.target)
         losses = self.token_losses(ratio, advantage, samples)
         if samples.sampler_ratios is not None and self.takes_sampler_ratios:
             losses = losses * samples.sampler_ratios
-        if samples.steering is not None:
+        if samples.steering is not None:  # which tokens have a loss, under `top_entropy_quantile`
             losses = torch.where(samples.steering, losses, 0.0)
+        # The sampler's weights are factors of the losses of tokens. Here, a weight of 0 excludes a sample.
         push = torch.where(samples.weights != 0, self.reduce(samples.sum(losses), samples), 0.0)
         below, above = self.clipped(ratio, advantage)
         share_below = samples.sum(below.float()) / samples.length
@@ -79,7 +83,9 @@ class GRPO(Objective):
         )
 
     def ratio(self, samples: Samples) -> Tensor:
-        """The ratio π/π_k: of tokens, `[B, T]`, or of completions, `[B, 1]`."""
+        """
+        The ratio π/π_k: of tokens, `[B, T]`, or of completions, the geometric mean over their tokens, `[B, 1]`.
+        """
         log_ratios = samples.token_log_ratios
         if self.level == "sequence":
             log_ratios = samples.spread(samples.sum(log_ratios) / samples.length)
@@ -93,7 +99,10 @@ class GRPO(Objective):
         return 1 - args.epsilon, 1 + above
 
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
-        """Loss of each ratio, before the sampler's importance weights."""
+        """
+        The clipped loss of each ratio, before the sampler's importance weights. `delta`, if set, also bounds the ratio
+        that is not clipped.
+        """
         within = ratio.clamp(*self.range)
         if self.args.delta is not None:
             ratio = ratio.clamp(max=self.args.delta)
@@ -108,6 +117,10 @@ class GRPO(Objective):
         return total / samples.length if self.reduction == "mean" else total
 
     def scale(self, length: Tensor, valid: Tensor) -> Tensor:
+        """
+        Factor of all losses of a rollout: for a sum over tokens, 1 over the mean length of all its completions,
+        `[N]`, also of those that do not take part; otherwise 1.
+        """
         if self.reduction != "sum":
             return torch.tensor(1.0)
         mean_length = length.mean().clamp(min=1 / len(length))  # as of one token in all
@@ -150,6 +163,7 @@ class CISPO(GRPO):
         return 0.0, args.epsilon if args.epsilon_high is None else args.epsilon_high
 
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
+        """The ratio, at most `range[1]` and without gradient, as the weight of a loss in log-probabilities."""
         _, highest = self.range
         weight = ratio.detach().clamp(max=highest)
         return -weight * advantage * samples.token_log_ratios
@@ -162,6 +176,7 @@ class SAPO(GRPO):
     range, clips = (0.0, math.inf), None
 
     def token_losses(self, ratio: Tensor, advantage: Tensor, samples: Samples) -> Tensor:
+        """The soft gate: a sigmoid around a ratio of 1, with a temperature by the sign of the advantage."""
         args = self.args
         temperature = torch.where(advantage > 0, args.sapo_temperature_pos, args.sapo_temperature_neg)
         gate = torch.sigmoid(temperature * (ratio - 1))
@@ -179,7 +194,11 @@ class VESPO(GRPO):
 
     @torch.no_grad()
     def gamma(self, samples: Samples) -> Tensor:
-        """The weight t^k·exp(λ(1 − t)) of each completion, `[B]`."""
+        """
+        The weight t^k·exp(λ(1 − t)) of each completion, `[B]`, with k and λ by the sign of its target, the advantage.
+        Its t is the ratio π/π_k, times the sampler's importance weights if there are any; all in logarithms, and
+        bounded.
+        """
         args, lowest = self.args, math.log(1e-8)
         log_t = samples.sum(samples.token_log_ratios.clamp(-SEQUENCE_CLAMP, SEQUENCE_CLAMP))
         if samples.sampler_ratios is not None:
@@ -218,6 +237,7 @@ class TOPR(Objective):
 
     @property
     def fields_off(self) -> dict[str, str]:
+        """Fields that `push` leaves without effect: those of the escort weights, or of TRL's advantages → `"push"`."""
         push = self.args.push
         of_escort_weights = () if push == "escort" else ("alpha", "escort_temperature")
         of_advantages = ("scale_rewards", "multi_objective_aggregation") if push == "reward" else ()
@@ -240,6 +260,7 @@ class TOPR(Objective):
             push = escort_weights(groups.advantages, alpha=args.alpha, temperature=temperature, **groups.rows)
         # Advantages are centred, but rounding may leave something in a group of equal rewards.
         drive, _ = project(push, **groups.rows)
+        # As there is no pull back, its coefficient, by which a drive is divided to get the target, is 1.
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:

@@ -27,6 +27,7 @@ def options_of(kind: type[Objective]) -> type | None:
     Raises:
         `ValueError`: an option has the name of a property or method of [`Objective`], such as `reduction`.
     """
+    # Whatever has a type in the class, or in one that it derives from
     annotated = {name for parent in kind.__mro__ for name in inspect.get_annotations(parent)}
     for name in sorted(annotated):
         inherited = getattr(Objective, name, None)
@@ -84,7 +85,10 @@ def checked_options(kind: type[Objective], name: str, values: Mapping[str, Any] 
 
 
 def _is_of_type(value: Any, hint: Any) -> bool:
-    """Whether a value has a type, as far as `isinstance` can tell."""
+    """
+    Whether a value has the type of a `hint`, as far as `isinstance` can tell: of `list[int]`, whether it is a list. A
+    hint that is no class allows any value.
+    """
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_is_of_type(value, part) for part in get_args(hint))

@@ -147,6 +147,7 @@ class OPOTrainer(RolloutTrainer):
         environment_factory=None,
         **options,
     ):
+        # Parameters in TRL's order, of which the base class takes these by name
         options |= {
             "processing_class": processing_class,
             "reward_processing_classes": reward_processing_classes,
@@ -163,7 +164,10 @@ class OPOTrainer(RolloutTrainer):
         self._begin()
 
     def create_model_card(self, *args, **named):
-        """As in TRL, which has only names on the Hub; a local base model and output are named by their folders."""
+        """
+        TRL's model card, `README.md` in `output_dir`. For a base model or an output that has no name on the Hub, TRL
+        writes "None": here each is named by its folder.
+        """
         super().create_model_card(*args, **named)
         card = Path(self.args.output_dir, "README.md")
         if self.is_world_process_zero():
@@ -173,7 +177,10 @@ class OPOTrainer(RolloutTrainer):
             card.write_text(text.replace('model="None"', f'model="{output}"'), encoding="utf-8")
 
     def _named_objective(self) -> Objective:
-        """The objective of the class or the configuration; the model card of another than OPO has its name."""
+        """
+        The objective: a subclass of this trainer sets its class (`objective_class`), otherwise the field `objective`
+        names it. If the field names another one than OPO, the model card has that name, and not OPO's paper.
+        """
         kind = self.objective_class or objective_named(self.args.objective)
         if not (self.objective_class or issubclass(kind, OPO)):
             self._name = kind.__name__
@@ -181,6 +188,10 @@ class OPOTrainer(RolloutTrainer):
         return kind(self.args)
 
     def _begin(self, resumed: Mapping[str, Any] | None = None) -> None:
+        """
+        Be at the start of a run, whatever an earlier call of `train` has left. Of `resumed`, a checkpoint's state, the
+        base class reads the place in the data. `_load_state` restores the rest, after what Transformers loads.
+        """
         super()._begin(resumed)
         args = self.args
         self._step = 0  # calls of `training_step` so far, also by the run that is resumed
@@ -191,14 +202,15 @@ class OPOTrainer(RolloutTrainer):
         process = self.accelerator.process_index
         self._replay = ReplayBuffer(args.max_staleness, self.num_generations, seed=args.seed, process=process)
         self._skipped = SkippedSteps(args, self.accelerator, self.optimizer)
-        self._current_train_step_time = 0.0
+        self._current_train_step_time = 0.0  # TRL's: seconds of the current optimizer step so far
         for of_earlier_run in (self._metrics["train"], self._pending_metrics, self._pending_extra_logs):
             of_earlier_run.clear()
         self._advantages: Tensor | None = None  # those of the current rollout, over all processes; NaN where invalid
         self._advantage_range = 0.0  # highest advantage of the current rollout less the lowest
         self._target_metrics: dict[str, dict[str, float]] = {"train": {}, "eval": {}}  # of the current rollout
         self._reports: list[SampleReport] = []  # of the current optimizer step, one per micro-batch
-        self._policy_is_behaviour = False  # whether the rollout's behaviour policy is the policy when it was made
+        # Whether the policy, as it was when the current rollout was made, has sampled all its completions
+        self._policy_is_behaviour = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """
@@ -227,11 +239,11 @@ class OPOTrainer(RolloutTrainer):
         folder = checkpoints.resolve(resume_from_checkpoint, self.args.output_dir)
         state = None if folder is None else checkpoints.check_resumable(self, folder)
         self._begin(state)
-        self._settings = self.current_settings  # before a callback changes them
+        self._settings = self.current_settings  # for checkpoints; before a callback changes them
         if self.accelerator.is_main_process:
             # Not in a callback: DeepSpeed and FSDP allocate before the first one, and may run out of memory.
             print(printable(self.plan), flush=True)
-            del self.plan  # another call may have other arguments
+            del self.plan  # it is cached, and another call of `train` may have other arguments
         with SaveOnInterrupt(self):
             return super().train(folder, *args, **kwargs)
 
@@ -250,13 +262,17 @@ class OPOTrainer(RolloutTrainer):
         return f"{self._name} training plan\n{training_plan(self)}"
 
     def set_initial_training_values(self, args, dataloader, **named):
-        """As in Transformers, but with the `max_steps` that `max_completions` last for, if these end the run first."""
+        """
+        Transformers' counts for a run, the last of which is its number of optimizer steps: at most so many that
+        `max_completions` are generated and trained on.
+        """
         *values, max_steps = super().set_initial_training_values(args, dataloader, **named)
-        per_rollout = args.optimizer_steps_per_rollout
-        # Where an optimizer step may span rollouts, an epoch's last one is shorter, and their number is not known.
-        if args.max_completions is not None and per_rollout.is_integer():
+        steps_per_rollout = args.optimizer_steps_per_rollout
+        # Where an optimizer step may span rollouts, an epoch's last one is shorter, and their number is not known:
+        # `_end_if_budget_is_spent` ends such a run.
+        if args.max_completions is not None and steps_per_rollout.is_integer():
             n_rollouts = math.ceil(args.max_completions / args.generation_batch_size)
-            max_steps = min(max_steps, n_rollouts * int(per_rollout))
+            max_steps = min(max_steps, n_rollouts * int(steps_per_rollout))
         return *values, max_steps
 
     # 1. A rollout
@@ -275,12 +291,15 @@ class OPOTrainer(RolloutTrainer):
         # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
         # micro-batches of another shape.
         logps_of_trl = rollout.pop("opo_logps", None)
+        # This entry is of a behaviour policy that may not be the policy as it is now: of a record, of a rollout that
+        # was generated in advance, or of an override.
         self._policy_is_behaviour = "old_per_token_logps" not in rollout
         # Completions that the policy as it is now has sampled
         by_policy = torch.full_like(rollout["advantages"], self._policy_is_behaviour, dtype=torch.bool)
         sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
         if sampled_elsewhere and not self._skipped.moved_at:  # no step has moved the policy yet
             by_policy = self._recognize_policy(rollout)
+        # By the behaviour policy, `[B, T]`; `None`: neither the objective nor a later pass has needed them so far
         logps = rollout.get("old_per_token_logps", logps_of_trl)
         policy_logps = partial(self._policy_logps, rollout, batch_size=self.args.per_device_train_batch_size)
         entropies = None
@@ -289,7 +308,8 @@ class OPOTrainer(RolloutTrainer):
             logps = current if logps is None or self._policy_is_behaviour else logps
         has_later_passes = self._mode == "train" and self.num_iterations > 1 and not self.args.is_on_policy
         if has_later_passes and "old_per_token_logps" not in rollout:
-            # Each pass has other micro-batches, so there is no shape in which a log-ratio would be free of rounding.
+            # With a single pass, each micro-batch gets them in its own shape. Each of several passes has other
+            # micro-batches, so there is no shape in which a log-ratio would be free of rounding.
             rollout["old_per_token_logps"] = policy_logps()[0] if logps is None else logps
         rollout.update(self._targets(rollout, logps))
         rollout["opo_own"] = by_policy
@@ -309,14 +329,16 @@ class OPOTrainer(RolloutTrainer):
         log-probabilities of one. Those of a record that are of another are described in a warning, once.
         """
         batch_size = self.args.per_device_train_batch_size
-        with padding.evaluating(self.model):
+        with padding.evaluating(self.model):  # without dropout
             current, entropies = self._policy_logps(rollout, batch_size=batch_size)
         recorded = rollout["old_per_token_logps"]
         mask = completion_tokens(rollout)
-        difference = token_mean((recorded - current).square(), mask).sqrt()
+        difference = token_mean((recorded - current).square(), mask).sqrt()  # root mean square in nats, `[B]`
         by_policy = difference <= padding.rounding_of_logps(self)
         rollout["old_per_token_logps"] = torch.where(by_policy.unsqueeze(1), current, recorded)
         if self.accelerator.gather(by_policy).all():
+            # From here on, it is like a rollout of the policy's own: steps that need these log-probabilities compute
+            # them in the shape of their micro-batches.
             del rollout["old_per_token_logps"]
             self._policy_is_behaviour = True
         elif self._replays_recorded:
@@ -324,7 +346,11 @@ class OPOTrainer(RolloutTrainer):
         return by_policy
 
     def _targets(self, rollout: Batch, logps: Tensor | None) -> Batch:
-        """Compute the targets of the complete rollout; returns what this process's completions need for the loss."""
+        """
+        Compute the targets of the complete rollout, over all processes. Returns the entries that the loss of this
+        process's completions needs, `[B]` each. `logps`, `[B, T]`, are those of their tokens under the behaviour
+        policy; `None` if the objective reads none.
+        """
         vocab_size = self.model.config.get_text_config().vocab_size if self.policy_objective.reads_logps else 0
         groups, lengths = complete_groups(
             rollout,
@@ -344,10 +370,13 @@ class OPOTrainer(RolloutTrainer):
         }
         expanded = {name: column.expand_as(targets.target) for name, column in columns.items()}
         local = own_samples(rollout, expanded, self.accelerator)
-        return as_batch({**local, "opo_valid": local["opo_valid"].bool()})
+        return as_batch({**local, "opo_valid": local["opo_valid"].bool()})  # `own_samples` has made float32 of it
 
     def _note_targets(self, targets: Targets, groups: Groups) -> None:
-        """Keep what the log says of a rollout's targets; in training also its advantages, and warn if all are 0."""
+        """
+        Keep what the log says of a rollout's targets; in training also its advantages. Warn if all targets are 0 in
+        the first rollout of a run.
+        """
         metrics = rollout_metrics(targets, groups)
         self._target_metrics[self._mode] = {name: value.item() for name, value in metrics.items()}
         if self._mode == "eval":
@@ -369,7 +398,7 @@ class OPOTrainer(RolloutTrainer):
     def _policy_logps(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
         """
         Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy as it is now: where it has
-        not moved yet, the behaviour policy's.
+        not moved yet, the behaviour policy's. `options` are those of TRL's method, such as `batch_size`.
         """
         checkpointing: Any = self.args.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.model, checkpointing):
@@ -385,8 +414,12 @@ class OPOTrainer(RolloutTrainer):
         return logps
 
     def _token_logps(self, model, inputs: Batch, **options):
-        """Per-token log-probabilities, entropies and auxiliary loss, through TRL's fused language-model head."""
-        # Micro-batches of a checkpoint may be arranged to compute prompts once, where this run's attention cannot.
+        """
+        Log-probabilities and entropies of the completions' tokens, `[B, T]`, and the router's auxiliary loss, by TRL's
+        fused language-model head. What `options` do not ask for is `None`.
+        """
+        # A checkpoint's micro-batches may be arranged to compute prompts once, which this run's attention may not be
+        # able to do: then their arrangement is not used.
         if self.planner.shares_prompts:
             model = shared_prompts.model_for(model, inputs)
         ids, mask, width = model_inputs(inputs)
@@ -395,9 +428,13 @@ class OPOTrainer(RolloutTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
     ):
-        """TRL's log-probabilities, entropies and auxiliary loss; zeros if `_generate` knows that none reads them."""
+        """
+        Overrides TRL's computation of log-probabilities, entropies and auxiliary loss. `batch_size` is given for a
+        whole rollout, which is then computed in micro-batches as in training. Zeros are returned for the rollout of
+        which `_generate` knows that nothing reads its log-probabilities: it sets `_leaves_out_logps`.
+        """
         if self._leaves_out_logps:
-            self._leaves_out_logps = False
+            self._leaves_out_logps = False  # for a single call, TRL's first one after it has generated
             zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
             return zeros, zeros, None
         self._check_padding(input_ids, attention_mask, logits_to_keep)
@@ -407,8 +444,11 @@ class OPOTrainer(RolloutTrainer):
         return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
 
     def _logps_of_trl(self, model, *inputs, **options):
-        """Log-probabilities, entropies and auxiliary loss by TRL's own pass, timed unless it is part of the loss."""
-        if self._takes_positions:
+        """
+        Log-probabilities, entropies and auxiliary loss by TRL's own pass. Without a gradient, it is timed as the phase
+        `anchor`; with one, it is part of the loss.
+        """
+        if self._takes_positions:  # the model gets the positions of tokens, counted without padding
             model = partial(padding.with_positions, model)
         with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
             return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
@@ -416,47 +456,56 @@ class OPOTrainer(RolloutTrainer):
     def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
         """
         Before the first log-probabilities, find whether they depend on the width of a batch `[B, P + T]`, with T =
-        `width`. A model with images is taken as it is.
+        `width`, and note it in `_any_width`: false if they do. A model with images is taken as it is.
         """
         config = self.model.config
-        if self._any_width is not None or config.get_text_config() is not config:
+        takes_images = config.get_text_config() is not config
+        if self._any_width is not None or takes_images:
             return
         self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
         if not self._any_width:
-            self._takes_positions = False  # a model may scale positions by the largest one in a batch
+            # Positions without padding do not help, and such a model may scale them by the largest one in a batch.
+            self._takes_positions = False
             padding.reject_other_widths(self.args)
-        vars(self).pop("planner", None)  # what it plans depends on what has been found now
+        vars(self).pop("planner", None)  # the cached one: what it plans depends on what has been found now
 
     # 2. Micro-batches
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **named):
-        # Called once per accumulation window. An epoch ends with a short one, so `_step` cannot tell windows apart.
-        self._window_start = None  # a resumed run restores `_step` only after its first window is drawn
+        """
+        As in Transformers, which calls it at the beginning of each accumulation window (optimizer step). Its first
+        call of `training_step` then notes where it begins: an epoch ends with a short window, so the number of calls
+        alone cannot tell windows apart.
+        """
+        self._window_start = None  # not yet `_step`, which a resumed run restores after its first window is drawn
         return super().get_batch_samples(epoch_iterator, num_batches, device, **named)
 
     def _next_micro_batches(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
         """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
-        if self._window_start is None:
+        if self._window_start is None:  # the first call of an optimizer step
             self._window_start = self._step
         # Calls of `training_step`, including this one, until the policy moves
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
-        index, place = divmod(self._step, args.micro_steps_per_rollout)  # number of the rollout, and calls that use it
-        if place == 0:
+        # Number of the rollout in the run, and calls of `training_step` that have used it
+        index, n_past_calls = divmod(self._step, args.micro_steps_per_rollout)
+        if n_past_calls == 0:
             self._place = self._place.after_rollout(args.prompts_per_rollout, self._n_prompts)
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
             self._replay.add(rollout, self._advantages)
-        passed, place = divmod(place, args.steps_per_generation)  # passes over the rollout, and calls in this one
-        if place == 0:
+        # Passes over the rollout so far, and calls in the current one
+        passed, call_of_pass = divmod(n_past_calls, args.steps_per_generation)
+        if call_of_pass == 0:
             rows = self._rows_of_pass(index, passed)
             if passed + 1 == args.num_iterations and not args.max_staleness:
                 self._replay.clear()  # what no pass draws from should not take memory, least of all images
             steps = rows_of_steps(rows, args, self.accelerator, index=index, passed=passed)
             has_moved = passed > 0 and "old_per_token_logps" in rows  # since these log-probabilities
+            # For each call of `training_step` in this pass, its micro-batches
             self._cut_pass = self._micro_batches(steps, 0 if has_moved else until_update)
-        return self._cut_pass[place]
+        return self._cut_pass[call_of_pass]
 
     def _rows_of_pass(self, index: int, passed: int) -> Batch:
         """
@@ -489,7 +538,8 @@ class OPOTrainer(RolloutTrainer):
             # tokens that a pass computes, may need each completion with a prompt of its own.
             break_even_width=None if self.aux_loss_enabled else shared_prompts.break_even_width(policy),
             # With `pad_to_multiple_of`, micro-batches are as wide as TRL has made the rollout. So they are where
-            # log-probabilities depend on padding (`_any_width` is false; `None` if that is not known yet).
+            # log-probabilities depend on padding (`_any_width` is false; `None` if that is not known yet), and for the
+            # loss of a subclass, which may be a mean over a micro-batch.
             plans=(
                 self.args.plan_micro_batches
                 and not self._loss_is_overridden
@@ -521,7 +571,7 @@ class OPOTrainer(RolloutTrainer):
         for rows, is_on_policy, cut in zip(steps, on_policy, cuts, strict=True):
             if not is_on_policy and "old_per_token_logps" not in rows:
                 self._fill_in_behaviour_logps(cut)
-            if self.beta != 0.0 and not self._skipped.moved_at:  # no step has moved the policy yet
+            if self.beta != 0.0 and not self._skipped.moved_at:  # no step has moved the policy from its reference yet
                 self._fill_in_reference_logps(cut)
             # The last call of an optimizer step gets at least one micro-batch: in its backward pass processes exchange
             # gradients.
@@ -543,7 +593,8 @@ class OPOTrainer(RolloutTrainer):
         """
         Replace TRL's log-probabilities of the reference, while the policy is still the reference.
 
-        In the same shape their log-probabilities are equal; in TRL's they differ by rounding.
+        Computed in the shape of a micro-batch, they are equal to the policy's, so that the KL term is exactly 0. TRL
+        has computed them in another shape, in which they differ by rounding.
         """
         for micro_batch in micro_batches:
             logps_of_trl = micro_batch["ref_per_token_logps"]
@@ -551,7 +602,11 @@ class OPOTrainer(RolloutTrainer):
             self._first_step_checks.check_reference(logps_of_trl, micro_batch)
 
     def _cut_anew(self, steps: list[Batch]) -> list[list[Batch]]:
-        """Micro-batches of a pass, of which a checkpoint holds these last steps, divided otherwise than before."""
+        """
+        For each call of `training_step` in a pass, its micro-batches, if a run with other processes or micro-batches
+        has saved a checkpoint inside the pass. `steps` are this process's completions of the optimizer steps that
+        remain. The calls before them, which that run has made, get none.
+        """
         self._check_padding(*model_inputs(steps[0]))
         n_calls = len(steps[0]["opo_filler"]) // self.args.per_device_train_batch_size
         batches_of_calls: list[list[Batch]] = []
@@ -565,6 +620,7 @@ class OPOTrainer(RolloutTrainer):
         Completions, bool `[B]`, that a step leaves out, as neither the objective nor TRL's options give them a
         gradient: wherever the policy is, or in an `on_policy` step, before which the policy does not move.
         """
+        # Terms of the loss that may have a gradient where the objective's is 0
         has_other_terms = self.beta != 0.0 or self.args.entropy_coef or self.aux_loss_enabled
         if has_other_terms or not self.args.skip_inert_rows:
             return torch.zeros_like(rows["opo_at_rest"])
@@ -572,7 +628,8 @@ class OPOTrainer(RolloutTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None, **named):
         """
-        Draw micro-batches; of each, one call of `compute_loss` and one backward pass. Returns the sum of their losses.
+        Train on the micro-batches of this call: of each, one call of `compute_loss` and one backward pass. Returns the
+        sum of their losses. After the last call of an optimizer step, its metrics are logged.
         """
         began = time.perf_counter()
         model.train()  # so that a rollout is made for training
@@ -582,17 +639,18 @@ class OPOTrainer(RolloutTrainer):
         loss = torch.zeros((), device=self.accelerator.device)
         with without_exchange(self, model):
             for micro_batch in micro_batches[:-1]:
-                # Transformers' step: TRL's also counts its calls.
+                # Transformers' step: TRL's also counts its calls, in `_step`, of which all micro-batches are one.
                 loss += super(GRPOTrainer, self).training_step(model, micro_batch, num_items_in_batch, **named)
         self._current_train_step_time += time.perf_counter() - began
         if micro_batches:
             loss += super().training_step(model, micro_batches[-1], num_items_in_batch, **named)
         else:  # all completions of the optimizer step are in its other calls
-            self._step += 1
+            self._step += 1  # as TRL's step would
         if self.accelerator.sync_gradients and self._reports:  # none if a subclass has its own loss
             self._log_step(self._reports)
             self._reports = []
         if self.accelerator.sync_gradients and self.num_iterations > 1:
+            # Of each call in this optimizer step, the pass that it was in, counted from 1
             calls = np.arange(self._window_start, self._step)
             passes = calls % self.args.micro_steps_per_rollout // self.args.steps_per_generation + 1
             self._append("train", "opo/pass", float(passes.mean()))
@@ -605,14 +663,18 @@ class OPOTrainer(RolloutTrainer):
     # 3. The loss
 
     def _compute_loss(self, model, inputs: Batch, **_) -> Tensor:
-        """Sum of the losses of some completions of an optimizer step, divided by their number in the step."""
+        """
+        Loss of a micro-batch: the sum of the losses of its completions, divided by the number of all completions of
+        this process in the optimizer step. In an evaluation, the mean of the losses.
+        """
         logps, entropies, aux_loss = self._token_logps(
             model, inputs, compute_entropy=True, compute_aux_loss=self.aux_loss_enabled
         )
         losses, report = self._sample_losses(inputs, logps, entropies)
-        reports = report.with_left_out(inputs)
+        reports = report.with_left_out(inputs)  # also of completions that the step does not compute
         loss = losses.sum()
         if self.aux_loss_enabled:
+            # A mean over the tokens of the micro-batch, while the loss is a sum over its completions
             loss = loss + self.router_aux_loss_coef * aux_loss * len(losses)
             self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
         if self._mode == "eval":
@@ -666,7 +728,7 @@ class OPOTrainer(RolloutTrainer):
             ratio = inputs["importance_sampling_ratio"]  # `[B, 1]` in TRL's modes of sequences, `[B, T]` of tokens
             weights = ratio.squeeze(1) if ratio.shape[1] == 1 else token_mean(ratio, mask)
         if self.off_policy_mask_threshold is not None:
-            keep = self.get_off_policy_mask(
+            keep = self.get_off_policy_mask(  # 1 or 0 for each completion, `[B, 1]`
                 advantages=inputs["advantages"].unsqueeze(1),
                 per_token_logps=logps,
                 sampling_per_token_logps=inputs.get("sampling_per_token_logps", behaviour_logps),
@@ -692,8 +754,9 @@ class OPOTrainer(RolloutTrainer):
 
     def _log_step(self, reports: list[SampleReport]):
         """Gather the reports of an optimizer step, or evaluated batch, from all processes, once, and log them."""
-        mode = self._mode
+        mode = self._mode  # `"train"` or `"eval"`
         samples = SampleReport.gather(reports, self.accelerator)
+        # Those of the current rollout's targets, and those of its completions in this step
         metrics = {f"opo/{name}": value for name, value in self._target_metrics[mode].items()}
         metrics |= metrics_of_samples(
             samples, self.policy_objective, kl=self.beta != 0.0, bonus=self.args.entropy_coef != 0.0
@@ -711,6 +774,7 @@ class OPOTrainer(RolloutTrainer):
             metrics = self._metrics["train"]
             for phase, seconds in self._clock.seconds_per_step().items():
                 metrics[f"opo/time/{phase}"].append(seconds)
+            # The range is the highest advantage of the current rollout less the lowest.
             efficiency = gradient_response_efficiency(logs["grad_norm"], self._advantage_range)
             self._append("train", "opo/gradient_response_efficiency", efficiency)
             for kind, count in self._reward_failures.take().items():
@@ -726,11 +790,14 @@ class OPOTrainer(RolloutTrainer):
         return checkpoints.needs_rollout(self.args, self._step)
 
     def _get_grad_norm(self, model, grad_norm=None, **named):
-        """Norm of the gradient of an optimizer step, for the log; a gradient that is not finite is dropped."""
-        if self._window_start is not None:
+        """
+        Norm of the gradient of an optimizer step, for the log; a gradient that is not finite is dropped, and its norm
+        is NaN. Before, with untested releases, the backward passes of the run's first step are checked.
+        """
+        if self._window_start is not None:  # `_step` counts calls of `training_step`
             self._first_step_checks.check_step(self._step - self._window_start)
         if self._first_step_checks.is_complete:
-            self._first_step = None
+            self._first_step = None  # no checks from here on
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
@@ -740,7 +807,7 @@ class OPOTrainer(RolloutTrainer):
             super()._maybe_log_save_evaluate(*args, **named)
 
     def _end_if_budget_is_spent(self) -> None:
-        """After this optimizer step, end a run that has generated `max_completions` and trained on them."""
+        """After an optimizer step, end the run if it has generated `max_completions` and trained on all of them."""
         limit = self.args.max_completions
         is_spent = limit is not None and self.rollout_is_used_up and self.completions_generated >= limit
         if not is_spent:
@@ -750,8 +817,8 @@ class OPOTrainer(RolloutTrainer):
         # epoch's end: by then the stop is set and the checkpoint written.
         if self.control.should_training_stop:
             return
-        # End the run here. Transformers decides what to save and evaluate after a last step, so it is shown a state in
-        # which this is the last.
+        # End the run here. Transformers' own callback notes in `control` what to save and evaluate after a last step,
+        # so it is shown a state in which this step is the last.
         last = replace(self.state, max_steps=self.state.global_step)
         DefaultFlowCallback().on_step_end(self.args, last, self.control)
 
@@ -790,7 +857,7 @@ class OPOTrainer(RolloutTrainer):
                 state["micro_batches"] = self._cut_anew(
                     send_to_device(state["micro_batches"], self.accelerator.device)
                 )
-        if saved["processes"] != current["processes"]:
+        if saved["processes"] != current["processes"]:  # the random states in the checkpoint are not of this process
             checkpoints.draw_random_state(self.args.seed, self.state.global_step, process)
         self._load_state(state)
         if self.args.sync_ref_model:
@@ -805,6 +872,7 @@ class OPOTrainer(RolloutTrainer):
 
     def _state(self) -> dict[str, Any]:
         """What this process needs to resume exactly, besides weights, optimizer, schedule and random states."""
+        # Number of the rollout in the run, and calls of `training_step` that have used it
         rollout, position = divmod(self._step, self.args.micro_steps_per_rollout)
         is_inside_pass = position % self.args.steps_per_generation > 0
         # Later passes are cut from the rollouts; the current one has been cut.
@@ -819,7 +887,7 @@ class OPOTrainer(RolloutTrainer):
             "advantage_range": self._advantage_range,
             "target_metrics": self._target_metrics,
             "skipped_steps": self._skipped.state_dict(),
-            "pending_loss": self._tr_loss,
+            "pending_loss": self._tr_loss,  # of the steps since the last log entry
             "log": {
                 "last_step": self._globalstep_last_logged,
                 **unlogged.state_of(self._metrics, self._logs if self.log_completions else {}),
@@ -827,6 +895,7 @@ class OPOTrainer(RolloutTrainer):
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `_state`: also with the log, as if the run had not ended."""
         super()._load_state(state)
         device = self.accelerator.device
         self._step = state["rollout"] * self.args.micro_steps_per_rollout + state["position"]

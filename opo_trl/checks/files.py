@@ -42,7 +42,7 @@ def read_text(path: Path, *, follow: bool = False, bounded: bool = True) -> str:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{str(path)!r} cannot be unzipped: {error}") from error
     except OSError as error:
-        if error.errno != errno.ELOOP:
+        if error.errno != errno.ELOOP:  # the error of opening a link with `O_NOFOLLOW`
             raise
         raise ValueError(f"{str(path)!r} is a link, which may lead to any file. Put the file itself there.") from error
     if bounded and (len(content) > MOST_BYTES or content.count(b"\n") > MOST_LINES):

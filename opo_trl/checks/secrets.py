@@ -12,27 +12,33 @@ from typing import Any
 
 
 _MARK = "<secret>"
-_NAME = (
+_NAME_OF_SECRET = (
     r"(?:[\w-]*[_-])?(?i:token|secret|credentials?|passphrase|(?:api|access|secret|private|account)[_-]?key)"
     r"|\w*(?i:passw(?:or)?d)|[A-Z0-9_]+_(?:KEY|PWD|PASS)"
 )
-_IN_TEXT = re.compile(rf"(://)[^\s/'\"]*(?=@)|((?:[?&]|--)(?:{_NAME})=)[^\s&#'\"]+|\bhf_[A-Za-z0-9]{{20,}}")
-_IN_BRACES = re.compile(rf"((?:{_NAME})[\"']?\s*:\s*)[^\s,}}]+")
+_IN_TEXT = re.compile(rf"(://)[^\s/'\"]*(?=@)|((?:[?&]|--)(?:{_NAME_OF_SECRET})=)[^\s&#'\"]+|\bhf_[A-Za-z0-9]{{20,}}")
+_IN_BRACES = re.compile(rf"((?:{_NAME_OF_SECRET})[\"']?\s*:\s*)[^\s,}}]+")
 
 
 def mask(content: Any, name: str = "") -> Any:
-    """The same settings without secrets: a mapping, list or text, of which `name` is the field, if it has one."""
+    """
+    The same settings with `<secret>` for each secret: a mapping, list or text, of which `name` is the field, if it has
+    one. A value is secret by its name, such as `hub_token`, or its place in a text, such as that in an address.
+    """
     if isinstance(content, Mapping):
         return {key: mask(value, str(key)) for key, value in content.items()}
     if isinstance(content, list | tuple):
         return type(content)(mask(value, name) for value in content)
-    if re.fullmatch(_NAME, name) and _may_be_secret(content):
+    if re.fullmatch(_NAME_OF_SECRET, name) and _may_be_secret(content):
         return _MARK
     return mask_text(content) if type(content) is str else content
 
 
 def _may_be_secret(content: Any) -> bool:
-    """Whether it is a word or a number; a token of a vocabulary begins with a bracket."""
+    """
+    Whether the value of a field with a secret's name, such as `pad_token`, may be one: a text or a whole number. A
+    token of a vocabulary, which begins with a bracket, is none.
+    """
     if type(content) not in (str, int) or not content:
         return False
     return not str(content).startswith(("<", "["))
@@ -52,7 +58,7 @@ def _mask_value(secret: re.Match[str]) -> str:
 
 
 def mask_words(words: Sequence[str]) -> list[str]:
-    """A command line without secrets."""
+    """A command line without secrets: the word after `--name` is taken for the value of the field `name`."""
     masked = []
     name = ""
     for word in words:
@@ -81,7 +87,8 @@ class Masked:
                 settings[name] = mask(value, name)
         return settings
 
-    def __copy__(self, memo: Any = None):  # Python would copy the masked state
+    def __copy__(self, memo: Any = None):
+        """A copy with its secrets, deep with a `memo`: Python would copy the masked state of `__getstate__`."""
         other = object.__new__(type(self))
         settings = vars(self) if memo is None else copy.deepcopy(vars(self), memo)
         vars(other).update(settings)

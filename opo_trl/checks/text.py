@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 def one_line(text: str, longest: int = 200) -> str:
     """Printable text in one line, cut to a number of characters."""
-    words = printable(text[: 4 * longest]).split()
+    words = printable(text[: 4 * longest]).split()  # cut first, as white space and escapes change its length
     line = " ".join(words)
     return line if len(line) <= longest else f"{line[:longest]}…"
 

@@ -18,8 +18,8 @@ from . import files
 
 
 # Options of `from_pretrained` that say where the files are and how their tensors are called.
-_PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
-_SOURCE = (*_PLACE, "variant", "use_safetensors", "trust_remote_code", "key_mapping")
+_OPTIONS_OF_PLACE = ("revision", "cache_dir", "token", "subfolder", "local_files_only")
+_OPTIONS_OF_FILES = (*_OPTIONS_OF_PLACE, "variant", "use_safetensors", "trust_remote_code", "key_mapping")
 
 
 def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -32,7 +32,7 @@ def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dic
         `ValueError`: no base is named, or its folder is not there; or a complete model is there as well.
     """
     try:
-        file = find_adapter_config_file(path, **{name: options[name] for name in _PLACE if name in options})
+        file = find_adapter_config_file(path, **{name: options[name] for name in _OPTIONS_OF_PLACE if name in options})
     except OSError:  # `from_pretrained` says what is wrong with the name.
         return None
     if file is None:
@@ -57,6 +57,7 @@ def base_of(field: str, path: str, options: Mapping[str, Any]) -> tuple[str, dic
             f"{field}={path!r} is an adapter of base_model_name_or_path={base!r}, which does not exist. "
             "Set it in its adapter_config.json to the base model's folder or name."
         )
+    # The base has a revision of its own, and lies in no subfolder of the adapter's.
     others = {name: value for name, value in options.items() if name not in ("revision", "subfolder")}
     return base, others | {"revision": config.get("revision")}
 
@@ -80,8 +81,9 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
                 "Merge it into its base (`merge_and_unload`), and name the folder of the merged model."
             )
         path, options = base
-    labels = {"num_labels": 1} if scores else {}
+    labels = {"num_labels": 1} if scores else {}  # as TRL loads a reward model
     config, _ = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **{**options, **labels})
+    # The model and, if it has them, its parts, such as that for images
     parts = [config, *(getattr(config, name) for name in config.sub_configs)]
     for part in parts:
         attention = str(getattr(part, "_attn_implementation", None))
@@ -97,14 +99,15 @@ def check_weights(field: str, path: str, options: Mapping[str, Any], *, scores: 
     else:
         architecture = config.architectures[0] if config.architectures else ""
         model_class = getattr(transformers, architecture, AutoModelForCausalLM)
-    with unsharded(), temporarily(logging, _tqdm_active=False):  # bars of downloads remain
+    # Without Transformers' progress bars; those of downloads remain.
+    with unsharded(), temporarily(logging, _tqdm_active=False):
         model, info = model_class.from_pretrained(
             path,
             config=config,
             device_map="meta",
             attn_implementation="eager",
             output_loading_info=True,
-            **{name: options[name] for name in _SOURCE if name in options},
+            **{name: options[name] for name in _OPTIONS_OF_FILES if name in options},
         )
     parameters = dict(model.named_parameters())
     missing = sorted(info["missing_keys"] & parameters.keys())
@@ -140,7 +143,10 @@ def check_models(model: Any, rewards: Sequence[Any], args: Any, *, quantized: bo
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
-    """Check that a weight of a model can be trained, and that a user's optimizer does."""
+    """
+    Check that a weight of a model can be trained, and that an optimizer of the user's holds one of these; `None`: the
+    trainer makes it. A `ValueError` otherwise.
+    """
     trainable = {id(weight) for weight in model.parameters() if weight.requires_grad}
     if not trainable:
         raise ValueError(
@@ -160,7 +166,10 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 
 @contextmanager
 def unsharded() -> Iterator[None]:
-    """Load whole models on every process. Under ZeRO-3 Transformers shards them, under FSDP one process reads them."""
+    """
+    Within this context, models are loaded as a whole on every process. Otherwise Transformers would shard them under
+    ZeRO-3, and have one process read them under FSDP.
+    """
     zero3 = temporarily(deepspeed, _hf_deepspeed_config_weak_ref=None)
     with zero3, patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
         yield

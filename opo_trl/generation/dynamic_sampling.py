@@ -38,7 +38,8 @@ class DynamicSampling:
         Generate a rollout, and replace its zero-variance groups by groups of new prompts.
 
         `generate` makes and scores one completion for each of this process's `n_local` prompt indices; its second
-        argument is whether this is the first round. Returns the samples of this process, and metrics of the rounds.
+        argument is whether this is the first round. `reward_weights` are those of the reward functions. Returns the
+        samples of this process, and metrics of the rounds.
         """
         n_processes = self.accelerator.num_processes
         n_prompts = n_local * n_processes // self.num_generations
@@ -46,9 +47,9 @@ class DynamicSampling:
         # processes and 4 completions of a prompt, those of 3 prompts do, 2 on each.
         fewest_prompts = n_processes // math.gcd(n_processes, self.num_generations)
         rollout = generate(self._local_prompts(n_prompts), True)
-        if rollout.keys() & {*MULTIMODAL_KEYS}:
+        if rollout.keys() & {*MULTIMODAL_KEYS}:  # entries of images
             raise ValueError(f"max_sampling_rounds={self.max_rounds} cannot replace samples with images. Set it to 1.")
-        places = self._zero_variance(rollout, reward_weights)
+        places = self._zero_variance(rollout, reward_weights)  # numbers of the groups that are to be replaced
         n_without_spread = len(places)
         n_rounds = 1
         while places and n_rounds < self.max_rounds:
@@ -74,7 +75,7 @@ class DynamicSampling:
         return of_processes[self.accelerator.process_index].tolist()
 
     def _zero_variance(self, rollout: Batch, reward_weights: Tensor) -> list[int]:
-        """Groups, over all processes, whose valid completions all have the same reward."""
+        """Numbers of the groups, over all processes, whose valid completions all have the same reward."""
         _, lengths, _, _, rewards = gather_samples(rollout, None, self.accelerator)
         is_unscored = rewards.isnan().all(dim=1)
         valid = (lengths > 0) & ~is_unscored
@@ -96,6 +97,7 @@ class DynamicSampling:
         order = np.arange(n_local)
         order[replaced[is_local] - first] = n_local + np.arange(is_local.sum())
         merged = take(concatenate([rollout, replacements]), order)
+        # TRL's count of the tokens that are trained, over all processes
         merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
         return merged
 

@@ -29,7 +29,8 @@ class RewardRecorder:
 
     def __call__(self, inputs, prompts, completions, completion_ids_list, **named):
         """
-        Rewards, `[N, number of functions]`, which are noted with the completions' tokens; infinite ones become NaN.
+        TRL's `_calculate_rewards`: rewards over all processes, `[N, number of functions]`. They are noted, with the
+        tokens of this process's completions; infinite ones become NaN, with a warning.
         """
         rewards = self._calculate(inputs, prompts, completions, completion_ids_list, **named)
         if rewards.isinf().any():
@@ -48,8 +49,8 @@ class RewardFailures:
 
     def add(self, rewards: Sequence[Any], n_completions: int, accelerator: Accelerator) -> None:
         """
-        Add the failures of a round of generation, over all processes. `RewardError` if they are half of its
-        completions, or more.
+        Add the failures of a round of generation, over all processes: each isolated reward of these `rewards` has
+        counted its own, of this process's `n_completions`. `RewardError` if half of the scores have failed, or more.
         """
         isolated = [reward for reward in rewards if isinstance(reward, CountingReward)]
         if not isolated:
@@ -67,7 +68,7 @@ class RewardFailures:
             self.counts[kind] = self.counts.get(kind, 0) + count
 
     def take(self) -> dict[str, int]:
-        """The counts, which begin at 0 again."""
+        """The counts since the last call, by name of their metric. They begin at 0 again."""
         counts = self.counts
         self.counts = dict.fromkeys(counts, 0)
         return counts

@@ -36,7 +36,7 @@ Tokens = list[int]
 Tokenizer = Callable[[list[Any]], tuple[list[Tokens], ...]]
 LogpFunction = Callable[..., tuple[Tensor, ...]]
 
-_LONGEST = 24  # tokens of a prompt and of a completion whose logits are computed
+_MOST_TOKENS = 24  # tokens of a prompt and of a completion whose logits are computed
 _CHECKED_COMPLETIONS = 4  # number of completions whose logits are computed
 
 
@@ -59,20 +59,20 @@ class FirstStep:
         # For each micro-batch: the gradient that reaches its loss in each backward pass
         self.loss_gradients: list[list[float]] = []
         self.temperatures: set[float] = set()  # at which the model has sampled
-        self._checked: set[str] = set()  # quantities that have been checked, each once in a run
+        self._checked_quantities: set[str] = set()  # quantities that have been checked, each once in a run
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is left to check: advantages are checked in the first rollout that has any but 0."""
-        return "advantages" in self._checked
+        return "advantages" in self._checked_quantities
 
     def _report(self, quantity: str, problems: Iterator[str]) -> None:
         """
         Raise the same `RuntimeError` on all processes if any has found a problem with a quantity; only once for each.
         """
-        if quantity in self._checked:
+        if quantity in self._checked_quantities:
             return
-        self._checked.add(quantity)
+        self._checked_quantities.add(quantity)
         all_problems = gather_object([*problems])
         if not all_problems:
             return
@@ -87,7 +87,10 @@ class FirstStep:
 
     @contextmanager
     def generating(self, prompts: Sequence[Any]) -> Iterator[None]:
-        """Note the prompts, and what the model writes if TRL generates with the model itself, in one turn."""
+        """
+        Within this context, note the prompts, and what the model writes if TRL generates with the model itself, in one
+        turn.
+        """
         trainer = self.trainer
         self.prompts = prompts
         self.written = []
@@ -113,7 +116,7 @@ class FirstStep:
             yield
 
     def scoring(self) -> AbstractContextManager[None]:
-        """Note what each reward function gets and returns."""
+        """Within this context, note what each reward function of the trainer gets and returns in its first call."""
         functions = [self._noting(index, function) for index, function in enumerate(self.trainer.reward_funcs)]
         return temporarily(self.trainer, reward_funcs=functions)
 
@@ -211,11 +214,11 @@ class FirstStep:
         `tokenize` is TRL's method that makes tokens of prompts: a list of each prompt's, and more.
         """
         self._report("entries of a rollout", self._entry_problems(rollout, len(completion_ids)))
-        if self.generates_as_trl:
+        if self.generates_as_trl:  # otherwise a subclass may return other tokens than TRL's `_generate`
             self._report("prompts", self._prompt_problems(inputs, tokenize))
             self._report("tokens and masks", self._token_problems(rollout, completion_ids))
         exact, rounding = self._exact_advantages(rewards)
-        if exact.any():
+        if exact.any():  # in the first rollout that has advantages other than 0
             self._report("advantages", self._advantage_problems(rollout["advantages"], exact, rounding))
 
     def _entry_problems(self, rollout: Mapping[str, Any], n_completions: int) -> Iterator[str]:
@@ -242,10 +245,13 @@ class FirstStep:
         return needed
 
     def _prompt_problems(self, inputs: Sequence[Mapping[str, Any]], tokenize: Tokenizer) -> Iterator[str]:
-        """How the prompts that TRL tokenized differ from those of the dataset's rows, or are not one for a group."""
+        """
+        How the prompts that TRL tokenized differ from those of the dataset's rows, or within a group; and of the first
+        and last prompt, whether TRL generated from its tokens.
+        """
         trainer = self.trainer
         if trainer.environment_factories is not None or {"image", "images"} & inputs[0].keys():
-            return  # they are changed before they are tokenized
+            return  # prompts with images, or of an environment, are changed before they are tokenized
         prompts = [row["prompt"] for row in inputs]
         if prompts != [*self.prompts]:
             yield "they are not those of the dataset's rows, in their order"
@@ -254,7 +260,7 @@ class FirstStep:
         first_of_group = [prompts[index - index % group] for index in range(len(prompts))]
         if has_whole_groups and prompts != first_of_group:
             yield f"the {group} completions of a group have several"
-        if self.tokens_are_of_model:
+        if self.tokens_are_of_model:  # otherwise a subclass or a `rollout_func` may make them
             for index in (0, len(inputs) - 1):
                 tokens = inputs[index].get(PROMPT_IDS)
                 if tokens is None:
@@ -265,37 +271,45 @@ class FirstStep:
     def _token_problems(self, rollout: Mapping[str, Any], completion_ids: list[Tokens]) -> Iterator[str]:
         """Where the padded tables of a rollout differ from the tokens that were generated and from their masks."""
         trainer = self.trainer
-        prompt_ids, _, tool_masks = self.generated[:3]  # 0 in a mask: a tool has written the token
+        # By TRL's `_generate`. In a mask, 0 is for a token that a tool has written; without tools it is `None`.
+        prompt_ids, _, tool_masks = self.generated[:3]
         for index, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
             yield from _problems_of_prompt(rollout, index, prompt)
             tool_mask = None if tool_masks is None else tool_masks[index]
             yield from self._problems_of_completion(rollout, index, completion, tool_mask)
+        # `written` has what the model's own `generate` got and returned: nothing if vLLM generates.
         if self.tokens_are_of_model and not trainer.tools and len(self.written) == len(completion_ids):
             yield from self._generation_problems(prompt_ids, completion_ids)
 
     def _problems_of_completion(
         self, rollout: Mapping[str, Any], index: int, completion: Tokens, tool_mask: Sequence[int] | None
     ) -> Iterator[str]:
-        """What is wrong with the tables' entries of one completion, which is padded on the right."""
+        """
+        What is wrong with a rollout's tables in the row of one completion, which is padded on the right. `completion`
+        and `tool_mask` are as generated: its tokens, and 0 for each that a tool has written.
+        """
         trainer = self.trainer
         length = len(completion)
         ends = {*trainer.eos_token_ids, tokenizer_of(trainer).pad_token_id}
-        # What its mask is: 0 for a truncated completion that is to be masked.
-        counts = int(not trainer.mask_truncated_completions or completion[-1] in ends)
+        # TRL masks a truncated completion as a whole, if it is asked to.
+        value_of_mask = int(not trainer.mask_truncated_completions or completion[-1] in ends)
         mask = rollout["completion_mask"][index].tolist()
         right_padding = [0] * (len(mask) - length)
-        if mask != [counts] * length + right_padding:
+        if mask != [value_of_mask] * length + right_padding:
             yield f"the mask of completion {index}, of {length} tokens, is {mask}"
         tokens = rollout["completion_ids"][index, :length].tolist()
         if tokens != [*completion]:
             yield f"the tokens of completion {index} are not those that were generated"
         if tool_mask is not None:
             mask_of_trl = rollout["tool_mask"][index, :length].tolist()
-            if mask_of_trl != [counts * entry for entry in tool_mask]:
+            if mask_of_trl != [value_of_mask * entry for entry in tool_mask]:
                 yield f"the mask of tool output in completion {index} is {mask_of_trl}"
 
     def _generation_problems(self, prompt_ids: list[Tokens], completion_ids: list[Tokens]) -> Iterator[str]:
-        """How what TRL returned differs from what the model itself wrote, its temperature, and the longest length."""
+        """
+        Where the tokens that TRL returned are not those that the model itself got and wrote, up to its first end; and
+        where it samples at another temperature, or writes more tokens, than the configuration says.
+        """
         args = self.trainer.args
         sampling = {"temperature": args.temperature, "do_sample": True} | (args.generation_kwargs or {})
         expected = sampling["temperature"] if sampling["do_sample"] else 0.0
@@ -312,7 +326,10 @@ class FirstStep:
                 yield f"prompt and completion {index} are not what the model has got and written, up to its first end"
 
     def _exact_advantages(self, rewards: Tensor) -> tuple[Tensor, float]:
-        """Advantages of all processes' completions in float64, `[N]`, and how far float32 is from them."""
+        """
+        What the advantages of all processes' completions have to be by their rewards, in float64, `[N]`, and how far
+        they are off at most if they are computed in float32.
+        """
         trainer = self.trainer
         rewards = rewards.cpu()
         weights = trainer.reward_weights.cpu()
@@ -356,8 +373,8 @@ class FirstStep:
     @torch.no_grad()
     def _logp_problems(self, samples: Mapping[str, Any], logps_of_trl: LogpFunction, n_padding: int) -> Iterator[str]:
         """
-        Models whose log-probabilities by TRL differ from those of their logits, for the longest completions, cut to a
-        few tokens and padded by `n_padding` columns on each side.
+        For which models TRL's log-probabilities differ from those of the model's logits: of the longest completions
+        among the samples, cut to a few tokens and padded by `n_padding` columns on each side.
         """
         trainer = self.trainer
         models = {"the model": trainer.model}
@@ -365,8 +382,8 @@ class FirstStep:
             models["the reference model"] = trainer.ref_model
         lengths = samples["completion_mask"].sum(dim=1)
         for place in lengths.argsort(descending=True)[:_CHECKED_COMPLETIONS].tolist():
-            prompt = _without_padding(samples, "prompt", place)[-_LONGEST:]
-            completion = _without_padding(samples, "completion", place)[:_LONGEST]
+            prompt = _without_padding(samples, "prompt", place)[-_MOST_TOKENS:]
+            completion = _without_padding(samples, "completion", place)[:_MOST_TOKENS]
             for name, model in models.items():
                 problems = self._logp_problems_of(model, prompt, completion, logps_of_trl, n_padding)
                 yield from (f"{problem}{name}'s logits" for problem in problems)
@@ -406,10 +423,10 @@ class FirstStep:
         `samples` have.
         """
         mask = completion_tokens(samples)
-        problems = self._apart(of_trl, samples["ref_per_token_logps"], mask, "the reference model")
+        problems = self._distance_problems(of_trl, samples["ref_per_token_logps"], mask, "the reference model")
         self._report("the reference policy", problems)
 
-    def _apart(self, logps: Tensor, expected: Tensor, mask: Tensor, source: str) -> Iterator[str]:
+    def _distance_problems(self, logps: Tensor, expected: Tensor, mask: Tensor, source: str) -> Iterator[str]:
         """
         How far log-probabilities, `[B, T]`, are from those of their `source`, where the mask is true: the root of the
         mean square, unless rounding explains it.
@@ -425,7 +442,7 @@ class FirstStep:
     def _allowed_distance(self, n_tokens: int) -> float:
         """How far the log-probability that is most off, of so many, may be off by rounding alone, in nats."""
         # The largest of n draws from a normal distribution is below √(2 log n) + 2 standard deviations but for one
-        # time in a hundred.
+        # time in a hundred. Here 1 in place of 2 does, as `rounding` is a bound on that deviation.
         rounding = padding.rounding_of_logps(self.trainer)
         return max(rounding * (1 + math.sqrt(2 * math.log(n_tokens))), 0.01)
 
@@ -434,13 +451,16 @@ class FirstStep:
         self._report("the loss of an optimizer step", self._step_problems(n_calls))
 
     def _step_problems(self, n_calls: int) -> Iterator[str]:
-        """A wrong number of calls, and losses whose gradient is multiplied by a factor, or more than once."""
+        """
+        Whether an optimizer step had a wrong number of calls; and losses whose backward pass began with another
+        gradient than 1, or the scale of a gradient scaler, or which had several.
+        """
         trainer = self.trainer
         expected_calls = trainer.current_gradient_accumulation_steps
         if n_calls != expected_calls:
             yield f"it has {n_calls} calls of `training_step`, not {expected_calls}"
         if trainer.is_deepspeed_enabled and trainer.args.fp16:
-            return  # DeepSpeed has a scale of its own
+            return  # DeepSpeed multiplies by a scale of its own
         scaler = trainer.accelerator.scaler
         scale = 1.0 if scaler is None else scaler.get_scale()
         for gradients in self.loss_gradients:
@@ -461,13 +481,13 @@ def _problems_of_prompt(rollout: Mapping[str, Any], index: int, prompt: Tokens) 
 
 
 def _without_padding(samples: Mapping[str, Any], text: str, index: int) -> Tensor:
-    """Tokens of a `prompt` or `completion` that are not masked."""
+    """Tokens of one row's `"prompt"` or `"completion"`, as `text` says, without those that are masked."""
     mask = samples[f"{text}_mask"][index].bool()
     return samples[f"{text}_ids"][index][mask]
 
 
 def _overridden(trainer: Any) -> set[str]:
-    """Names that subclasses of a user's define."""
+    """Names of attributes and methods that a user's subclasses of the trainer define."""
     names: set[str] = set()
     for base in type(trainer).__mro__:
         package = base.__module__.partition(".")[0]
@@ -493,17 +513,19 @@ def advantages_of(rewards: Tensor, weights: Tensor, num_generations: int, *, sca
     """
     unscored = rewards.isnan().all(dim=1)
     if aggregation == "normalize_then_sum":
-        columns = [_centred(column, num_generations) / _spread(column, num_generations) for column in rewards.T]
+        columns = [
+            _centred(column, num_generations) / _standard_deviations(column, num_generations) for column in rewards.T
+        ]
         normalized = torch.stack(columns, dim=1)
         sums = (normalized * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
-        advantages = _centred(sums, len(sums)) / _spread(sums, len(sums))
+        advantages = _centred(sums, len(sums)) / _standard_deviations(sums, len(sums))
     else:
         sums = (rewards * weights).nansum(dim=1).masked_fill(unscored, torch.nan)
         advantages = _centred(sums, num_generations)
         if scale == "group":
-            advantages = advantages / _spread(sums, num_generations)
+            advantages = advantages / _standard_deviations(sums, num_generations)
         elif scale == "batch":
-            advantages = advantages / _spread(sums, len(sums))
+            advantages = advantages / _standard_deviations(sums, len(sums))
     return advantages.nan_to_num()
 
 
@@ -514,7 +536,7 @@ def _centred(values: Tensor, group: int) -> Tensor:
     return (groups - means).flatten()
 
 
-def _spread(values: Tensor, group: int) -> Tensor:
+def _standard_deviations(values: Tensor, group: int) -> Tensor:
     """For each value, the standard deviation of its group, with 1e-4 added."""
     is_scored = ~values.isnan().view(-1, group)
     squares = _centred(values, group).view(-1, group).square()

@@ -43,7 +43,10 @@ class Prefetch:
         self.asked_at = 0
 
     def generate(self, **request: Any) -> dict[str, Any]:
-        """Answer a request, from what was asked for in advance if it is the same, and ask for the next rollout."""
+        """
+        Answer a request of TRL's, from the request made in advance if that is the same. Then make the next one in
+        advance, if there is one. Other answers made in advance are used if they are asked for later, or dropped.
+        """
         self.wait()  # a server of TRL's would mix up the answers of two requests at a time
         if self._answer is not None and request == self._request:
             answer = self._answer.result()
@@ -64,7 +67,7 @@ class Prefetch:
         Wait until no completion is being written, so that new weights do not change the policy inside one. Raises what
         the request has raised: TRL's client has tried for a minute, and need not try again with weights.
         """
-        if self._answer is not None:
+        if self._answer is not None:  # to the request that was made in advance
             self._answer.result()
 
     def drop(self) -> None:
@@ -83,7 +86,7 @@ class Prefetch:
             except BaseException as error:  # `generate` raises it in the main thread
                 answer.set_exception(error)
 
-        self._request = request
+        self._request = request  # to be compared with what TRL asks for
         self._answer = answer
         self._next_asked_at = self._step()
         threading.Thread(target=ask, name="prefetch", daemon=True).start()  # not waited for when the run ends
@@ -91,8 +94,8 @@ class Prefetch:
 
 def check_prompts_are_known(dataset: Any, options: Mapping[str, Any]) -> None:
     """
-    Check that nothing but the dataset decides what a rollout asks the server for. `options` are those with which the
-    trainer is made.
+    Check that nothing but the dataset decides what a rollout asks the server for, as that has to be known in advance;
+    a `ValueError` otherwise. `options` are those with which the trainer is made.
     """
     columns = getattr(dataset, "column_names", None) or ()
     obstacles = [name for name in ("rollout_func", "tools", "environment_factory") if options.get(name)]
@@ -122,7 +125,7 @@ def of_engine(engine: Any, next_prompts: Callable[[], list[list[int]] | None], s
     engine.vllm_client.generate = prefetch.generate
     sync_weights = engine.sync_weights
 
-    def sync_after_request() -> None:
+    def sync_after_request() -> None:  # new weights inside a completion would mix two policies
         prefetch.wait()
         sync_weights()
 

@@ -71,7 +71,11 @@ class EpochSampler(RepeatSampler):
         yield from itertools.islice(itertools.chain(unread, self._samples()), len(self))
 
     def _samples(self) -> Iterator[int]:
-        """Prompts from the place on, epoch after epoch; of an incomplete rollout none."""
+        """
+        Indices of prompts, one for each completion, from the place on, epoch after epoch. A rollout has `batch_size`
+        prompts, each repeated for its completions, and all of it is repeated `repeat_count` times, as in TRL. Prompts
+        at the end of an epoch that fill no rollout are left out.
+        """
         first = self.start.prompts
         for epoch in itertools.count(self.start.epoch):
             order = self._order(epoch)

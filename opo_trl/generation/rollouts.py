@@ -66,7 +66,7 @@ class RolloutTrainer(GRPOTrainer):
 
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _prefetch: prefetch.Prefetch | None = None  # of the main process, with `prefetch_rollouts`
-    _prompts_of_rows: prompt_ids.PromptsOfRows | None = None  # in a round of generation whose rows bring their tokens
+    _tokens_of_rows: prompt_ids.PromptsOfRows | None = None  # in a round of generation whose rows bring their tokens
     _evaluated: list[Tensor]  # rewards of each batch of an evaluation
     _sampler: EpochSampler | None = None  # of the data loader, set when training starts; a stream of data has none
 
@@ -81,13 +81,18 @@ class RolloutTrainer(GRPOTrainer):
         if args.rollouts is not None or args.save_rollouts:
             from ..reuse.recorded import Recorded  # only such runs need it
 
+            # What a user's trainer may have besides the model to write completions
             writers = {name: options.get(name) for name in ("rollout_func", "tools", "environment_factory")}
             self._recorded = Recorded(args, train_dataset, writers)
             train_dataset = self._recorded.dataset
             reward_funcs = reward_funcs or self._recorded.reward_func
         if isinstance(model, str):
             options = adapter.prepared(model, args, options)
-        rewards = [*reward_funcs] if isinstance(reward_funcs, list | tuple) else reward_funcs and [reward_funcs]
+        rewards = reward_funcs
+        if isinstance(reward_funcs, list | tuple):
+            rewards = [*reward_funcs]
+        elif reward_funcs:
+            rewards = [reward_funcs]
         check_models(model, rewards or (), args, quantized=options.get("quantization_config") is not None)
         if isinstance(train_dataset, Dataset):
             check_enough_prompts(len(train_dataset), args)
@@ -110,7 +115,10 @@ class RolloutTrainer(GRPOTrainer):
             self._wrap_vllm(options)
 
     def _checked_args(self, model, args: OPOConfig | None) -> OPOConfig:
-        """The configuration, or the default one."""
+        """
+        The configuration that a user has given or, for `None`, the default one, with an output folder named after the
+        model. A `TypeError` if it is a configuration of another trainer.
+        """
         if args is None:
             model_id = model if isinstance(model, str) else get_config_model_id(model.config)
             args = self.config_class(f"{model_id.split('/')[-1]}-{self._name}")
@@ -129,6 +137,7 @@ class RolloutTrainer(GRPOTrainer):
             return
         if isinstance(ends, int):
             ends = [ends]
+        # vLLM ends completions at these tokens and at the model's own, Transformers at these alone.
         self.eos_token_ids = [*self.eos_token_ids, *ends] if self.args.use_vllm else ends
 
     def _check_data_and_rewards(self) -> None:
@@ -140,8 +149,12 @@ class RolloutTrainer(GRPOTrainer):
             raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
 
     def _wrap_vllm(self, options: Mapping[str, Any]) -> None:
-        """Time the synchronization of weights, keep those of a frozen base, prefetch rollouts, and watch a server."""
+        """
+        Put around TRL's vLLM engine what times the synchronization of weights, keeps those of a frozen base,
+        prefetches rollouts and watches a server. `options` are those with which this trainer is made.
+        """
         engine: Any = self.vllm_generation
+        # Both contexts are entered whenever TRL calls the method.
         engine.sync_weights = self._clock.phase("sync")(FrozenBase(self.model)(engine.sync_weights))
         if self.args.prefetch_rollouts:
             prefetch.check_prompts_are_known(self.train_dataset, options)
@@ -165,17 +178,18 @@ class RolloutTrainer(GRPOTrainer):
         """
         self._place: Place = Place()  # place in the data after the prompts of the current rollout
         self._resumed_position = 0  # micro-steps of the checkpoint's last rollout that are trained
-        self._is_spent = False  # whether the checkpoint ends a run that has generated `max_completions`
+        self._budget_was_spent = False  # whether the checkpoint ends a run that has generated `max_completions`
         if resumed is not None:
             self._place = Place(**resumed["place"])
             self._resumed_position = resumed["position"]
-            self._is_spent = has_spent_budget(self.args, resumed)
+            self._budget_was_spent = has_spent_budget(self.args, resumed)
         if self._prefetch is not None:
             self._prefetch.drop()
         self._reward_failures = RewardFailures()
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         self.completions_generated = 0  # for training so far, over all processes
-        self._leaves_out_logps = False  # whether TRL gets zeros when it asks for log-probabilities next
+        # Whether TRL gets zeros when it asks for log-probabilities next: `_generate` sets it where nothing reads them
+        self._leaves_out_logps = False
         self._first_step: FirstStep | None = FirstStep(self) if untested() else None
         self._n_prompts: float = math.inf  # of a stream
         if has_length(self.train_dataset):
@@ -237,7 +251,8 @@ class RolloutTrainer(GRPOTrainer):
         - A stream of data has none: Transformers skips its beginning, and is told its epoch and how much to skip.
         """
         # Resumed from the last step's checkpoint, Transformers would train one step more.
-        if self.state.global_step >= self.state.max_steps or self._is_spent:  # the checkpoint spends `max_completions`
+        # So it would if the checkpoint has already spent `max_completions`.
+        if self.state.global_step >= self.state.max_steps or self._budget_was_spent:
             self.control.should_training_stop = True
             return
         is_first = named["epoch"] == named["epochs_trained"]
@@ -269,7 +284,10 @@ class RolloutTrainer(GRPOTrainer):
         }
 
     def _get_train_sampler(self, dataset=None, **named):
-        """TRL's sampler, but as an [`EpochSampler`]."""
+        """
+        TRL's sampler of prompts, but as an [`EpochSampler`], which `_run_epoch` can have begin at any place in the
+        data. Kept in `_sampler`.
+        """
         with temporarily(grpo_trainer, RepeatSampler=EpochSampler):
             self._sampler = cast(EpochSampler, super()._get_train_sampler(dataset, **named))
         if self._first_step is not None:
@@ -281,35 +299,42 @@ class RolloutTrainer(GRPOTrainer):
         args = self.args
         n_generated = self.completions_generated + args.generation_batch_size  # after this rollout
         is_spent = args.max_completions is not None and n_generated >= args.max_completions
+        # Number of the optimizer step after which the next rollout is needed
         step = self.state.global_step + args.micro_steps_per_rollout // args.gradient_accumulation_steps
         if self._mode == "eval" or is_spent or step >= self.state.max_steps:
             return None
         dataset = cast(Dataset, self.train_dataset)
         sampler = cast(EpochSampler, self._sampler)
+        # `_place` is where the prompts of the current rollout end.
         rows = [dataset[index] for index in sampler.prompts_after(self._place)]
         prompts = [row["prompt"] for row in rows]
-        with temporarily(self, _prompts_of_rows=prompt_ids.of_rows(rows)):
-            return self._tokenize_prompts(prompts)[0]
+        with temporarily(self, _tokens_of_rows=prompt_ids.of_rows(rows)):
+            tokens_of_prompts, *_ = self._tokenize_prompts(prompts)
+            return tokens_of_prompts
 
     # 3. A rollout
 
     def _generate(self, prompts: list, **named):
-        """What TRL's `_generate` returns for these prompts: tokens of prompts and completions first."""
+        """
+        TRL's generation for these prompts, timed and, with untested releases, noted to be checked. Returns what TRL's
+        `_generate` does: first of all the tokens of prompts and completions.
+        """
         training = self.model.training
         with self._clock.phase("generate"), self._sampled_by_its_fields(), self._first_step_checks.generating(prompts):
             generated = super()._generate(prompts, **named)
         self._first_step_checks.note_generated(generated)
         if self.args.save_rollouts:
-            self._recorded.generated = generated
+            self._recorded.generated = generated  # which the record of this round is written from
         self.model.train(training)  # TRL's continuous batching leaves it in training mode
-        # TRL asks for the rollout's log-probabilities next, unless it is aligned.
+        # Next, TRL asks for the log-probabilities of these completions, unless each rollout serves a single optimizer
+        # step (`is_aligned`). It gets zeros where nothing reads them.
         self._leaves_out_logps = not (self.args.is_aligned or self._needs_logps_of_rollout)
         return generated
 
     def _tokenize_prompts(self, prompts: list, **named):
         """As in TRL, but the tokens that the rows of a dataset bring for their prompts are taken as they are."""
-        if self._prompts_of_rows is not None:
-            return self._prompts_of_rows.tokens_of(prompts), None, {}
+        if self._tokens_of_rows is not None:
+            return self._tokens_of_rows.tokens_of(prompts), None, {}  # no images, and no entries of theirs
         return super()._tokenize_prompts(prompts, **named)
 
     def _sampled_by_its_fields(self) -> AbstractContextManager[None]:
@@ -334,7 +359,10 @@ class RolloutTrainer(GRPOTrainer):
         return self.args.save_rollouts or (self.use_vllm and self.vllm_importance_sampling_correction)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
-        """A rollout of TRL, as a `Batch`, in as many rounds of generation as dynamic sampling needs."""
+        """
+        TRL's rollout for these rows of the dataset, generated and scored, as a `Batch`. In training, dynamic sampling
+        may replace some of its groups in further rounds of generation (`max_sampling_rounds`).
+        """
         rounds = self.args.max_sampling_rounds
         if self._mode == "eval" or rounds == 1:
             return self._generate_once(inputs)
@@ -345,29 +373,35 @@ class RolloutTrainer(GRPOTrainer):
         return rollout
 
     def _generate_round(self, prompts: list[int], first: bool) -> Batch:
-        """A round of dynamic sampling, for these prompts of the dataset."""
+        """
+        A round of dynamic sampling: a completion for each of these indices of prompts in the dataset, generated and
+        scored. `first`: whether it is the first round for a rollout, whose metrics are logged.
+        """
         dataset = cast(Dataset, self.train_dataset)
         metrics = self._metrics["train"] if first else defaultdict(list)
         with temporarily(self, _metrics={**self._metrics, "train": metrics}):
             rollout = self._generate_once([dict(dataset[index]) for index in prompts])
-        # Other metrics are those of the first round, whose prompts are those of a rollout without dynamic sampling.
+        # Totals of the run include every round. Other metrics are those of the first round, whose prompts are those of
+        # a rollout without dynamic sampling.
         for name in ("num_tokens", "completions/generated"):
             self._metrics["train"][name] = metrics[name]
         return rollout
 
     def _generate_once(self, inputs: list[dict[str, Any]]) -> Batch:
         """
-        One round of generation. `rewards_per_func`, `[B, number of reward functions]`, travels with the completions.
+        One round of generation: TRL's rollout for these rows, with the rewards by function added, and advantages of 0
+        where TRL's are only rounding. In training, the completions are counted and, with `save_rollouts`, recorded.
         """
-        if self._replays_recorded:
+        if self._replays_recorded:  # each row is a recorded group, from which the row of one completion is taken
             inputs = self._recorded.select_completions(inputs, self.accelerator.process_index)
         entries, scored = self._generated_by_trl(inputs)
         rewards = scored.rewards
         self._first_step_checks.check_rollout(inputs, entries, rewards, scored.completion_ids, self._tokenize_prompts)
-        rollout = carried(entries)
+        rollout = carried(entries)  # the entries that can be divided among micro-batches
         n_local = len(rollout["advantages"])
         first = self.accelerator.process_index * n_local
         local = slice(first, first + n_local)  # this process's completions among those of all
+        # How large an advantage may be by rounding alone, of all processes' completions; 0 where rewards differ
         rounding = rounding_of_advantages(
             rewards,
             self.reward_weights.to(rewards.device),
@@ -386,33 +420,42 @@ class RolloutTrainer(GRPOTrainer):
                     self, inputs, rollout, scored.completion_ids, takes_positions=self._takes_positions
                 )
         else:
-            self._evaluated.append(rewards)
+            self._evaluated.append(rewards)  # for the means of `evaluation_loop`
         return rollout
 
     def _generated_by_trl(self, inputs: list[dict[str, Any]]) -> tuple[Any, RewardRecorder]:
-        """What TRL makes of rows of the dataset: generated and scored, or recalled from a record."""
+        """
+        TRL's rollout for rows of the dataset, generated or recalled from a record, and scored. With it, what has noted
+        the rewards by function, which TRL does not return.
+        """
         source: AbstractContextManager[None] = nullcontext()
         if self._replays_recorded:
             recall = partial(self._recorded.recall, tokenize_prompts=self._tokenize_prompts)
             source = temporarily(self, rollout_func=recall)
-        # Recorded completions bring prompts' tokens of their own.
+        # The tokens that rows of the dataset may bring for their prompts, in place of TRL's (`_tokenize_prompts`);
+        # `None`: they bring none. Prompts of recorded completions have tokens of their own.
         prompts_of_rows = None if self._replays_recorded else prompt_ids.of_rows(inputs)
         training = self.model.training
         scored = RewardRecorder(self._calculate_rewards)
-        replaced = temporarily(self, _calculate_rewards=scored, _prompts_of_rows=prompts_of_rows)
-        with replaced, source, chdir("."):  # a reward may change the folder
+        replaced = temporarily(self, _calculate_rewards=scored, _tokens_of_rows=prompts_of_rows)
+        with replaced, source, chdir("."):  # returns to the current folder, which a reward may change
             try:
                 entries = super()._generate_and_score_completions(inputs)
             except SystemExit as error:  # it would end the run as if it had finished
                 raise RuntimeError(f"A tool or an environment has exited, with status {error.code}.") from error
         self.model.train(training)  # a reward may score with the policy itself
-        # `_generate` sets it so that TRL gets zeros instead of log-probabilities of the rollout; others want values.
+        # `_generate` may have set it so that TRL got zeros for this rollout. If TRL has asked for none, it is still
+        # set, and the next caller wants values.
         self._leaves_out_logps = False
         return entries, scored
 
     def _name_logps(self, rollout: Batch) -> None:
-        """Give TRL's log-probabilities the names that they have here, and add recorded ones."""
-        # An override that sets `old_per_token_logps` later says what the behaviour policy is.
+        """
+        Leave `old_per_token_logps` in a rollout only if its behaviour policy may be another than the policy: of a
+        record, or of the server that has sampled it in advance. TRL's own, of the policy, become `opo_logps` if they
+        are needed. Otherwise they may be zeros, and are dropped.
+        """
+        # Later, an override of `_generate_and_score_completions` may still set `old_per_token_logps`.
         logps = rollout.pop("old_per_token_logps", None)
         if logps is not None and self._needs_logps_of_rollout:
             rollout["opo_logps"] = logps
@@ -448,7 +491,10 @@ class RolloutTrainer(GRPOTrainer):
     # 4. An evaluation
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **named):
-        """As in TRL, but without rows that fill the last batch, and under the name of one of several datasets."""
+        """
+        As in TRL, but means of rewards are without the rows that only fill the last batch. Of several datasets, the
+        metrics of each have its name, which `metric_key_prefix` ends with.
+        """
         self._evaluated.clear()
         self._metrics["eval"].clear()
         # TRL logs how long it generates; to trackio even if its run has not begun or is over.
@@ -457,6 +503,7 @@ class RolloutTrainer(GRPOTrainer):
         metrics = self._metrics["eval"]
         if self._evaluated and has_length(dataloader.dataset):
             n_completions = len(dataloader.dataset) * self.num_generations_eval
+            # `[completions, number of reward functions]`, without those of rows that fill the last batch
             rewards = torch.cat(self._evaluated)[:n_completions]
             totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
             is_scored = ~rewards.isnan().all(dim=1)

@@ -20,12 +20,12 @@ logger = get_logger(__name__)
 
 # What a model's own configuration decides: which tokens end a completion and which never occur, which are forced or
 # excluded at its ends, and how generation is executed.
-_TOKENS = ("eos_token_id", "suppress_tokens")
+_SPECIAL_TOKENS = ("eos_token_id", "suppress_tokens")
 _TOKENS_AT_ENDS = ("forced_bos_token_id", "forced_eos_token_id", "begin_suppress_tokens")
 _EXECUTION = ("use_cache", "cache_implementation", "cache_config", "prefill_chunk_size")
 # Fields that a trainer's own always overrule, and what is not about sampling.
-_OVERRULED = ("do_sample", "temperature", "top_p", "top_k", "max_length", "pad_token_id", "bos_token_id")
-_METADATA = ("transformers_version", "_from_model_config")
+_SET_BY_TRAINER = ("do_sample", "temperature", "top_p", "top_k", "max_length", "pad_token_id", "bos_token_id")
+_NOT_OF_SAMPLING = ("transformers_version", "_from_model_config")
 
 
 class _Closed(GenerationConfig):
@@ -58,19 +58,20 @@ def closed(
     """
     result = _Closed()
     vars(result).update(vars(config))
-    tokens = _TOKENS if continuous else _TOKENS + _TOKENS_AT_ENDS
+    # Which tokens end a completion, never occur, or are forced or excluded at its ends, is for the model to say.
+    tokens = _SPECIAL_TOKENS if continuous else _SPECIAL_TOKENS + _TOKENS_AT_ENDS
     defaults = GenerationConfig._get_default_generation_params()
     adopted: dict[str, Any] = {}
     removed: dict[str, Any] = {}
     for name, value in model.generation_config.to_dict().items():
-        if value is None or value == defaults.get(name) or name in (*chosen, *_OVERRULED, *_METADATA):
+        if value is None or value == defaults.get(name) or name in (*chosen, *_SET_BY_TRAINER, *_NOT_OF_SAMPLING):
             continue
-        is_open = getattr(result, name, None) is None
+        is_open = getattr(result, name, None) is None  # the trainer has not set it
         if name in tokens:
             adopted[name] = value
         if name == "suppress_tokens":  # TRL itself suppresses the tokens of images.
             result.suppress_tokens = sorted({*value, *(result.suppress_tokens or ())})
-        elif is_open and name in (*tokens, *_EXECUTION):
+        elif is_open and name in (*tokens, *_EXECUTION):  # how to execute, such as a cache
             setattr(result, name, value)
         elif is_open and value:
             removed[name] = value
@@ -80,7 +81,10 @@ def closed(
 
 
 def _log_once(adopted: Mapping[str, Any], removed: Mapping[str, Any], logged: set[str]) -> None:
-    """Log once what a model's own configuration decides, and what it asks for in vain."""
+    """
+    Log once which fields a model's own configuration decides (`adopted`), and which it asks for in vain (`removed`).
+    `logged` has the texts that have been logged, and gets this one.
+    """
 
     def named(values: Mapping[str, Any]) -> str:
         return ", ".join(f"{name}={reprlib.repr(value)}" for name, value in values.items())

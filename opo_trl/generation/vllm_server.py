@@ -14,7 +14,7 @@ PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that 
 
 
 def answers(url: str) -> bool:
-    """Whether a server is healthy."""
+    """Whether the vLLM server at this address says, within 10 seconds, that it is healthy."""
     import requests  # as TRL's clients, with the same users and passwords, certificates and proxies
 
     try:
@@ -26,7 +26,8 @@ def answers(url: str) -> bool:
 @contextmanager
 def watched(url: str) -> Iterator[None]:
     """
-    Poll a server's health while this process waits for it; a `RuntimeError` if a request to it fails.
+    Within this context, or a method that it decorates, poll a vLLM server's health in a thread. A `RuntimeError` if a
+    request to the server fails there.
 
     TRL's client sets no time limit, since nobody knows how long generation takes; and a broadcast of weights to a
     server that is gone never returns, in code that no exception reaches. So this process exits when the server has not
@@ -46,7 +47,10 @@ def watched(url: str) -> Iterator[None]:
 
 
 def _watch(url: str, done: threading.Event) -> None:
-    """Until `done`, end this process if the server has not answered for [`PATIENCE`] seconds."""
+    """
+    Until `done`, ask the server every 10 seconds (`PERIOD`), and end this process, with exit status 1, if it has not
+    answered for 120 (`PATIENCE`).
+    """
     answered = time.monotonic()
     while not done.wait(PERIOD):
         if answers(url):

@@ -43,7 +43,10 @@ class SampleReport:
 
     @classmethod
     def of(cls, samples: Samples, loss: Loss, **more: Tensor) -> "SampleReport":
-        """The report of a micro-batch's samples, with the fields of `more`; fields without a value are 0."""
+        """
+        The report of a micro-batch's samples, which are computed: from what the objective got and returned, and the
+        fields in `more`. Fields without a value are 0, such as the clipped shares of a loss that does not clip.
+        """
         of_loss = {name: value for name, value in vars(loss).items() if value is not None}
         of_samples = {
             "target": samples.target,
@@ -116,6 +119,7 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     `kl` and `bonus`: whether the loss has a KL term and an entropy bonus.
     """
     is_computed = samples.computed.bool()
+    # Left out of a step that is not on-policy: nobody has computed their log-ratio, so they count in no metric of it.
     is_unknown = samples.log_ratio.isnan() & ~is_computed
     weights = torch.where(is_unknown, 0.0, samples.weights)
     step = step_metrics(samples.log_ratio, weights, samples.clamped.bool())
@@ -135,6 +139,7 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
     metrics["entropy"] = samples.entropy.sum() / tokens
     has_ratios = is_computed & (samples.tokens > 0)
     if objective.clips and has_ratios.any():
+        # A completion counts by its tokens if their ratios are clipped, or as one if its own ratio is.
         shares = samples.tokens if objective.clips == "token" else samples.computed
         metrics |= _clip_ratios(samples.clipped_low[has_ratios], samples.clipped_high[has_ratios], shares[has_ratios])
     if kl:
@@ -145,7 +150,10 @@ def metrics_of_samples(samples: SampleReport, objective: Objective, *, kl: bool,
 
 
 def _clip_ratios(low: Tensor, high: Tensor, shares: Tensor) -> dict[str, Tensor]:
-    """TRL's metrics of the clipped ratios below and above, of samples that count by their shares, `[B]` each."""
+    """
+    TRL's metrics of clipped ratios, from the part of each sample that is clipped below (`low`) and above (`high`). A
+    mean counts samples by their `shares`. `[B]` each.
+    """
     total = shares.sum()
     return {
         "clip_ratio/low_mean": (low * shares).sum() / total,

@@ -42,7 +42,10 @@ class StepClock(TrainerCallback):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside as one of `PHASES`, if it belongs to an optimizer step."""
+        """
+        Count the time within this context as the phase `name`, one of `PHASES`, if it belongs to an optimizer step.
+        The phase outside goes on afterwards.
+        """
         outer = self._phase
         if outer is None:
             yield
@@ -58,8 +61,9 @@ class StepClock(TrainerCallback):
         seconds = dict.fromkeys(PHASES, 0.0)
         n_steps = max(self._steps, 1)
         if self._on_gpu and self._laps:
-            self._laps[-1][2].synchronize()
+            self._laps[-1][2].synchronize()  # waits until the GPU has passed the last event, and so all others
         for phase, start, end in self._laps:
+            # Events give milliseconds.
             seconds[phase] += start.elapsed_time(end) / 1000 if self._on_gpu else end - start
         self._laps = []
         self._steps = 0

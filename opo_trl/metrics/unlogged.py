@@ -10,7 +10,10 @@ def state_of(metrics: Mapping[str, Any], tables: Mapping[str, Any]) -> dict[str,
 
 
 def load(state: Mapping[str, Any], metrics: Mapping[str, Any], tables: Mapping[str, Any]) -> None:
-    """Go on from a state of [`state_of`], in TRL's `metrics` and `tables`, whose values are of the latest rollout."""
+    """
+    Go on from a state of [`state_of`]: put it into TRL's `metrics` (mode → metric → values) and `tables` (column of
+    the table of completions → values).
+    """
     for mode, values_of_mode in state["metrics"].items():
         metrics[mode].update(values_of_mode)
     for name, values in state["completions"].items():

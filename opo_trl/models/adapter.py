@@ -22,6 +22,7 @@ def load(path: str, *, field: str = "model", trains: bool = True, **options: Any
         return create_model_from_path(path, **options)
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights  # an extra of this package
 
+    # Where the adapter is; its base has options of its own.
     where = {name: options[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in options}
     name, base_options = base
     base_model = create_model_from_path(name, **base_options)
@@ -29,7 +30,7 @@ def load(path: str, *, field: str = "model", trains: bool = True, **options: Any
     stored = load_peft_weights(path, device="cpu", **where).keys()
     needed = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
     # PEFT initializes a tensor that is missing, and ignores one that has no place. It may save embeddings, too.
-    missing = needed - stored
+    missing = needed - stored  # names of tensors
     unknown = stored - needed - model.state_dict().keys()
     misfits = sorted(missing | unknown)
     if misfits:

@@ -31,15 +31,15 @@ class FrozenBase(ContextDecorator):
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._copies: list[tuple[nn.Parameter, Tensor]] | None = None  # of the weights that a merge changes
+        self._copies_of_bases: list[tuple[nn.Parameter, Tensor]] | None = None  # of the weights that a merge changes
 
     def __enter__(self) -> None:
         """Shard again what FSDP2 has left gathered, and copy the base weights to the host the first time."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        if self._copies is None:
-            self._copies = [(base, _host_copy(local_part(base))) for base in self._bases()]
+        if self._copies_of_bases is None:  # the first time, when training has placed the weights where they stay
+            self._copies_of_bases = [(base, _host_copy(local_part(base))) for base in self._bases()]
 
     def _bases(self) -> Iterable[nn.Parameter]:
         """The frozen weights below adapters, each once."""
@@ -52,7 +52,8 @@ class FrozenBase(ContextDecorator):
 
     @torch.no_grad()
     def __exit__(self, *error) -> None:
-        for parameter, copy in self._copies or ():
+        """Write the copies back, so that the base weights are what they were, to the bit."""
+        for parameter, copy in self._copies_of_bases or ():
             local_part(parameter).copy_(copy, non_blocking=True)
 
 

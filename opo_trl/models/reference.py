@@ -17,12 +17,14 @@ from .frozen_base import local_part
 
 def loading(model: Any) -> AbstractContextManager[None]:
     """
-    Have TRL load a model by its name also if that is an adapter's, and take a loaded model as it is for its reference.
-    It would read the files of the model's name again, without what has been merged, edited or trained since.
+    Within this context, TRL loads a model by its name also if that is an adapter's, and takes a copy of a loaded model
+    as its reference. TRL would read the files of the model's name again, without what has been merged, edited or
+    trained since.
     """
 
     def copy_of_model(path: str, **options: Any) -> Any:
         """A frozen copy of the policy, in place of the model that TRL would load from `path`."""
+        # `ds_tensor` is ZeRO-3's shard of a weight.
         is_sharded = any(hasattr(weight, "ds_tensor") for weight in model.parameters())
         if not is_sharded and not is_fsdp_managed_module(model):
             return _frozen_copy(model)
@@ -37,7 +39,8 @@ def loading(model: Any) -> AbstractContextManager[None]:
 
 def _frozen_copy(model: Any) -> Any:
     """A copy of a model in evaluation mode, whose weights are not trained."""
-    # By `clone`, since not every device copies storages; packed weights copy themselves.
+    # `deepcopy` takes these copies in place of its own. They are made by `clone`, since not every device copies
+    # storages; packed weights, of another class, copy themselves.
     copies: dict[int, Any] = {}
     for weight in model.parameters():
         if type(weight) is Parameter:
@@ -49,11 +52,15 @@ def _frozen_copy(model: Any) -> Any:
 
 @contextmanager
 def active(trainer: Any) -> Iterator[Any]:
-    """The reference model of a TRL trainer; or its policy, within this context with the adapter of the reference."""
+    """
+    The reference model of a TRL trainer. A policy with adapters has none of its own: then it is the policy itself,
+    which within this context computes what the reference does.
+    """
     if trainer.ref_model is not None:
         yield trainer.ref_model
         return
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    # A copy of the policy's first adapter, or the base model without any.
+    # Of an adapter that was trained before, TRL keeps the copy "ref". Without one, the reference is the base model:
+    # `None` switches all adapters off.
     with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
         yield trainer.model

@@ -61,7 +61,10 @@ def read(path: Path) -> Any:
 
 
 def save_state(folder: Path, process: int, state: Mapping[str, Any]) -> None:
-    """Write a process's state, so that `torch.load` reads it with `weights_only=True`."""
+    """
+    Write a process's state, so that `torch.load` reads it with `weights_only=True`: entries that hold tensors as they
+    are, all others as JSON.
+    """
     tensors = {name: state[name] for name in _WITH_TENSORS}
     others = {name: value for name, value in state.items() if name not in _WITH_TENSORS}
     # State holds what reward functions have logged: numbers and text stay as they are (JSON keeps floats exactly), any
@@ -92,9 +95,9 @@ def _as_json(value: Any) -> Any:
 def saving(trainer: Any, run: Path) -> Iterator[None]:
     """
     Within this context a checkpoint is saved in the folder of a `run`; at any moment the run has a complete one, if it
-    had one before.
+    had one before. Afterwards, those that were kept beside it meanwhile (`_checkpoint-N`) are deleted.
     """
-    if trainer.args.should_save:
+    if trainer.args.should_save:  # of the processes that share this folder, only one
         _make_way(run / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
     trainer.accelerator.wait_for_everyone()
     yield
@@ -146,7 +149,10 @@ def _step(folder: Path) -> int:
 
 
 def changes_of_cut(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """By which settings a run cuts its rollouts otherwise than the run that saved a checkpoint, as text."""
+    """
+    Settings by which a run cuts its rollouts into optimizer steps and micro-batches otherwise than the run that saved
+    a checkpoint, as text such as `"processes 2 → 4"`.
+    """
     return [f"{name} {saved[name]} → {current[name]}" for name in CUT if saved[name] != current[name]]
 
 
@@ -169,7 +175,10 @@ def has_spent_budget(args: OPOConfig, state: Mapping[str, Any]) -> bool:
 
 
 def needs_rollout(args: OPOConfig, micro_steps: int) -> bool:
-    """Whether the optimizer step after so many micro-steps needs a new rollout: it may begin inside the last one."""
+    """
+    Whether the optimizer step after so many micro-steps (calls of `training_step`) needs a new rollout: what is left
+    of the last one does not fill it.
+    """
     return -micro_steps % args.micro_steps_per_rollout < args.gradient_accumulation_steps
 
 
@@ -191,9 +200,13 @@ def settings_of(trainer: Any, *, name: str, optimizer: type, data: Any) -> dict[
     class of its optimizer and the dataset that it was given.
     """
     args = trainer.args
+    # The first of `CUT` is no field, but the number of processes.
     fields = [*CUT[1:], "num_iterations", *CONTENT, "seed", "use_vllm", *OPTIMIZER]
     adapter = getattr(trainer.accelerator.unwrap_model(trainer.model), "active_peft_config", None)
-    adapter_fields = {} if adapter is None else adapter.to_dict()
+    adapter_fields = {}
+    if adapter is not None:
+        # Without those that do not change what its weights mean, such as its dropout
+        adapter_fields = {field: value for field, value in adapter.to_dict().items() if field not in _OF_LOADING}
     settings = {
         "processes": trainer.accelerator.num_processes,
         **{field: getattr(args, field) for field in fields if hasattr(args, field)},
@@ -203,8 +216,9 @@ def settings_of(trainer: Any, *, name: str, optimizer: type, data: Any) -> dict[
         "tools": [getattr(tool, "__name__", type(tool).__name__) for tool in trainer.tools],
         **_data_settings(data),
         "peft_config": None if adapter is None else type(adapter).__name__,
-        **{f"peft_config.{field}": value for field, value in adapter_fields.items() if field not in _OF_LOADING},
+        **{f"peft_config.{field}": value for field, value in adapter_fields.items()},
     }
+    # In the form in which a checkpoint's are read, to compare them: JSON has lists in place of tuples, for example.
     text = json.dumps(settings, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     return json.loads(text)
 
@@ -225,9 +239,10 @@ def checksum(data: Dataset) -> str:
     Checksum of the prompts of a dataset, and of their tokens if it has these; of all its columns if it has recorded
     rollouts, or a transform makes the prompts.
     """
-    has_prompts_only = "prompt" in data.column_names and RECORDED not in data.column_names
+    # Other columns, which reward functions read, may change.
+    only_prompts_count = "prompt" in data.column_names and RECORDED not in data.column_names
     names = data.column_names
-    if has_prompts_only:
+    if only_prompts_count:
         names = [name for name in ("prompt", PROMPT_IDS) if name in names]
     content = _Checksum()
     pickler = pickle.Pickler(content)
@@ -264,10 +279,12 @@ def check_resumable(trainer: Any, folder: str) -> dict[str, Any]:
             f"{folder!r} holds shards of {saved['processes']} processes, but this run has {current['processes']}. "
             f"Set `num_processes` to {saved['processes']}."
         )
+    # `fix`: what a user can do if another setting makes other rollouts; `None` if it may
     reason, fix = _why_rollouts_stay_alike(state, trainer.args)
     expected = _expected(saved, current, same_sizes=fix is not None)
-    # Another release of PEFT may have entries that the checkpoint lacks.
+    # Compared only if the checkpoint has them: another release of PEFT may have further entries.
     differing = [name for name in current if expected.get(name, current[name]) != current[name]]
+    # Settings that a run keeps at every checkpoint, and those that it may change at the end of a rollout
     lasting = [name for name in differing if name in LASTING or name.startswith("peft_config.")]
     resized = [name for name in differing if name in (*CUT, "num_iterations", "num_generations")]
     if current["train_dataset.rows"] is None:
@@ -293,7 +310,7 @@ def _why_rollouts_stay_alike(state: Mapping[str, Any], args: OPOConfig) -> tuple
     Why a run that resumes a checkpoint has to make rollouts as before, as a part of a sentence, and what the user can
     do instead; `None` if it need not.
     """
-    if state["position"] > 0:
+    if state["position"] > 0:  # calls of `training_step` that have used the current rollout
         return "was saved in the middle of a rollout, and ", "resume from a checkpoint at the end of a rollout"
     if args.max_staleness and state["replay"]:
         return "was saved with earlier rollouts, and ", "set `max_staleness` to 0"
@@ -307,9 +324,11 @@ def _listed(settings: Mapping[str, Any], names: list[str], data: str) -> str:
 
 def _expected(saved: Mapping[str, Any], current: Mapping[str, Any], *, same_sizes: bool) -> dict[str, Any]:
     """
-    The settings with which a checkpoint goes on: the saved ones, but for processes, micro-batches and the form of its
-    optimizer, which may be this run's. Without the same completions in each optimizer step and rollout, they are so
-    only with `same_sizes`, which finds steps that keep these completions; a `ValueError` if there are none.
+    The settings with which a checkpoint goes on: the saved ones, but with what may be this run's.
+
+    That is the form of its optimizer, and the processes and micro-batches by which it cuts rollouts, if each optimizer
+    step and rollout keeps its number of completions. If it does not, `same_sizes` asks for the number of micro-steps
+    with which it would; a `ValueError` if there is none. Without `same_sizes`, the saved cut is expected.
     """
     cut = {}
     if completions_of(saved) == completions_of(current):
@@ -329,6 +348,7 @@ class MovingReference:
         self.parts = [local_part(parameter) for parameter in parameters]  # what this process holds of each parameter
         # `ds_tensor` is DeepSpeed's shard of a parameter. Without shards, the main process writes all.
         is_sharded = trainer.is_fsdp_enabled or any(hasattr(parameter, "ds_tensor") for parameter in parameters)
+        # Whether this process writes a file
         self._writes = is_sharded or trainer.args.should_save
         self._file = f"reference_{trainer.accelerator.process_index}.pt" if is_sharded else "reference.pt"
 
@@ -347,7 +367,7 @@ class MovingReference:
 
 
 def fault(folder: Path) -> str | None:
-    """Why a checkpoint cannot be resumed exactly; `None` if it is complete."""
+    """Why a checkpoint cannot be resumed exactly, as part of a sentence; `None` if it is complete."""
     try:
         json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -372,7 +392,7 @@ def resolve(requested: str | bool | None, output_dir: str) -> str | None:
     """
     if requested in (None, False, "false", "False"):
         return None
-    is_named = requested not in LAST
+    is_named = requested not in LAST  # in place of a word for the last complete one
     folders = [Path(str(requested))] if is_named else _latest_first(Path(output_dir))
     # As the main process sees them: on a network file system, another one may not see the same files yet.
     faults = broadcast_object_list([[(folder, fault(folder)) for folder in folders]])[0]

@@ -37,6 +37,7 @@ class SaveOnInterrupt(TrainerCallback):
         self._agreed = 0  # number of the signal that any process has received, once all have agreed to stop; 0: none
 
     def __enter__(self):
+        """Handle signals by `_receive`, and be called back at the end of each optimizer step."""
         self._before = {number: signal.signal(number, self._receive) for number in self._handled()}
         self.trainer.add_callback(self)
         return self
@@ -61,7 +62,7 @@ class SaveOnInterrupt(TrainerCallback):
             return
         self._received = number
         self._received_at = time.monotonic()
-        if self.trainer.args.local_process_index == 0:
+        if self.trainer.args.local_process_index == 0:  # one message per machine
             message = (
                 f"\n{signal.Signals(number).name}: the run saves a checkpoint after this optimizer step and ends. "
                 f"{self.way_out} ends it now.\n"
@@ -69,6 +70,7 @@ class SaveOnInterrupt(TrainerCallback):
             os.write(2, message.encode())  # not by `print`, as the signal may interrupt one
 
     def _receive_again(self, number: int, frame: FrameType | None) -> None:
+        """End at once, as Python does, unless it is the same Ctrl-C once more, within a second."""
         if time.monotonic() - self._received_at > 1:  # a launcher passes on what the terminal has sent to all
             signal.default_int_handler(number, frame)
 
@@ -79,11 +81,11 @@ class SaveOnInterrupt(TrainerCallback):
         if accelerator.num_processes > 1:
             received = torch.tensor(self._received, device=accelerator.device)
             self._agreed = int(accelerator.reduce(received, reduction="max"))
-        control.should_save = control.should_save or self._agreed > 0
+        control.should_save = control.should_save or self._agreed > 0  # `on_save` then ends the run
 
     def on_save(self, args, state, control, **kwargs):
         """End the run, if the checkpoint was saved because of a signal."""
-        if self._agreed:
+        if self._agreed:  # number of the signal; 0: none
             # If a process exited while the first one is still writing, the launcher would end them all.
             self.trainer.accelerator.wait_for_everyone()
             name = signal.Signals(self._agreed).name
@@ -93,7 +95,7 @@ class SaveOnInterrupt(TrainerCallback):
                 f"resume with `{self.way_back}`.",
                 flush=True,
             )
-            self._end()
+            self._end()  # raises `KeyboardInterrupt`, or what a subclass raises
 
     def _end(self) -> None:
         raise KeyboardInterrupt

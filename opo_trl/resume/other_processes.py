@@ -75,7 +75,7 @@ def divide(states: Sequence[Mapping[str, Any]], current: Cut, process: int) -> d
     """
     state = dict(states[0])
     losses = torch.stack([of_process["pending_loss"] for of_process in states])
-    state["pending_loss"] = losses.mean()
+    state["pending_loss"] = losses.mean()  # as the log has the mean over processes
     state["position"] = converted(state["position"], state["settings"], current)
     n_processes = current["processes"]
     if state["replay"]:
@@ -112,7 +112,7 @@ def _remaining_steps(states: Sequence[Mapping[str, Any]]) -> Iterator[list[Batch
 
 def _share_of_step(micro_batches: Sequence[Batch], n_processes: int, process: int) -> Batch:
     """A process's completions of an optimizer step, from the micro-batches of all processes of a checkpoint."""
-    names = micro_batches[0].keys() - _OF_MICRO_BATCH
+    names = micro_batches[0].keys() - _OF_MICRO_BATCH  # without entries that are not of its completions
     computed = concatenate([{name: batch[name] for name in names} for batch in map(dict, micro_batches)])
     counts_of_computed = computed.get("opo_counts", computed["opo_valid"])
     # Of the completions that were left out, only this is known: whether each counts in the log.
@@ -127,6 +127,7 @@ def _share_of_step(micro_batches: Sequence[Batch], n_processes: int, process: in
     with_stand_ins[:n_computed] = np.arange(n_computed)
     rows = take(computed, with_stand_ins)
     rows |= {"opo_counts": counts, "opo_filler": is_filler, "opo_valid": rows["opo_valid"] & ~is_filler}
-    # Dealt out one by one, those that are trained first: so each process gets as many of them, or one fewer.
+    # Dealt out to the processes in turn, beginning with those that are trained: so each process gets the same number
+    # of these, or one fewer.
     trained_first = np.argsort(is_filler.numpy(), kind="stable")
     return take(rows, trained_first[process::n_processes])

@@ -44,7 +44,7 @@ class SkippedSteps:
         self.moved_at = 0  # number of the last optimizer step that may have moved the policy, counted from 1
         # Whether the optimizer may hold momentum, which moves the policy also in steps without a gradient
         self.had_gradient = optimizer is not None and _has_state(optimizer)
-        self._schedule_due = False  # whether the learning rate may have missed a skipped step
+        self._schedule_may_be_behind = False  # whether the learning rate may have missed a skipped step
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, for [`~SkippedSteps.load_state_dict`]."""
@@ -63,14 +63,17 @@ class SkippedSteps:
         self.had_gradient = state["had_gradient"]
 
     def check(self, model: Any, optimizer: Any, norm: Any, *, step: int) -> Any:
-        """Drop the gradient of a `step` if it is not finite; returns its `norm` for the log."""
+        """
+        Drop the gradient of the optimizer step number `step` if its `norm` is not finite, and count the step. Returns
+        the norm for the log, NaN for a skipped step.
+        """
         # The norm is over all processes, so they agree. DeepSpeed has already skipped the step, and kept another norm.
         if self.accelerator.state.deepspeed_plugin is not None:
             is_skipped = self.accelerator.optimizer_step_was_skipped
         else:
             norm = float(norm)  # read once: the log needs it, too
             is_skipped = not math.isfinite(norm)
-        self._schedule_due = is_skipped
+        self._schedule_may_be_behind = is_skipped  # `_step_schedule` makes up for it
         if is_skipped:
             model.zero_grad()  # optimizers skip parameters without a gradient
             self.in_a_row += 1
@@ -78,16 +81,20 @@ class SkippedSteps:
             logger.warning(f"Step {step} is skipped: its gradient is not finite.")
             return math.nan
         self.in_a_row = 0
-        self.had_gradient = self.had_gradient or norm != 0
+        self.had_gradient = self.had_gradient or norm != 0  # so the optimizer may hold momentum from now on
         if self._may_move(optimizer):
             self.moved_at = step
         return norm
 
     def _may_move(self, optimizer: Any) -> bool:
-        """Whether the step that the optimizer is about to take can change a weight."""
+        """
+        Whether the step that the optimizer is about to take can change a weight: with a learning rate, and by a
+        gradient of this or an earlier step (momentum), by weight decay, or in a way of its own.
+        """
         while hasattr(optimizer, "optimizer"):  # wrapped by Accelerate or DeepSpeed
             optimizer = optimizer.optimizer
         kind = type(optimizer)
+        # Optimizers of other names may move weights even if every gradient is 0.
         name = f"{kind.__module__.partition('.')[0]}.{kind.__name__}"
         groups = [group for group in optimizer.param_groups if group["lr"] != 0]
         decays = any(group.get("weight_decay") for group in groups)
@@ -110,16 +117,22 @@ class SkippedSteps:
             )
 
     def _step_schedule(self, scheduler: Any) -> None:
-        """Advance the schedule over a skipped step, as Transformers does without gradient scaler and DeepSpeed."""
-        was_held = self._schedule_due and self.accelerator.optimizer_step_was_skipped
-        self._schedule_due = False
+        """
+        Advance the schedule of the learning rate over a skipped step. Transformers does so itself, except where a
+        gradient scaler or DeepSpeed has skipped the step: then every run has the same schedule.
+        """
+        was_held = self._schedule_may_be_behind and self.accelerator.optimizer_step_was_skipped
+        self._schedule_may_be_behind = False
         follows_metric = isinstance(scheduler, (ReduceLROnPlateau, GreedyLR))
         if was_held and not follows_metric:
             getattr(scheduler, "scheduler", scheduler).step()  # unwraps that of DeepSpeed
 
 
 def _has_state(optimizer: Any) -> bool:
-    """Whether an optimizer has made steps with a gradient before this run, and remembers them."""
+    """
+    Whether an optimizer holds anything from steps with a gradient, such as momentum: a tensor that is not all 0,
+    besides its count of steps.
+    """
     for state in optimizer.state.values():
         for name, value in state.items():
             if name != "step" and isinstance(value, torch.Tensor) and bool(value.any()):

@@ -53,7 +53,7 @@ FEWEST_PASSES = 1e12
 WORTH_SHARING = 0.1
 
 # Entries of models with images that have a column per token of prompt and completion together.
-_WHOLE_WIDTH = {"token_type_ids", "mm_token_type_ids"}
+_OVER_PROMPT_AND_COMPLETION = {"token_type_ids", "mm_token_type_ids"}
 
 
 def columns(lengths: np.ndarray, *, most: np.ndarray | tuple[int, int]) -> dict[str, int]:
@@ -123,6 +123,7 @@ class Prompts:
         A part is one of the size before, with one more completion: it makes the last row longer or, if it is the first
         of its prompt, begins another row with this prompt.
         """
+        # Whether each completion is the first of its prompt
         begins_prompt = np.append(True, np.diff(self.of_completion) != 0)
         prompt_lengths, completion_lengths = lengths.T
         width_of_prompt = np.maximum(prompt_lengths - 1, 0)
@@ -220,6 +221,7 @@ def best_cut(lengths: np.ndarray, limits: Limits, prompts: Prompts | None = None
     bounds, cost = _cheapest(shared_costs, limits.pass_tokens)
     shared = Cut(by_prompt, bounds, shared=True, cost=cost)
     shared_tokens = shared.cost - limits.pass_tokens * shared.n_parts
+    # What else it takes to share prompts is not counted, so it has to save a tenth of the tokens.
     saves_tokens = shared_tokens < (1 - WORTH_SHARING) * padded_tokens
     return shared if saves_tokens and shared.cost < padded.cost else padded
 
@@ -242,6 +244,7 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
         costs = least_cost[begins] + costs_of_parts[sizes - 1, begins] + pass_tokens
         last_size[end] = sizes[costs.argmin()]
         least_cost[end] = costs.min()
+    # Backwards from the end, part by part
     bounds = []
     end = n_completions
     while end > last_size[end]:
@@ -253,7 +256,7 @@ def _cheapest(costs_of_parts: np.ndarray, pass_tokens: float) -> tuple[list[int]
 def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[int]:
     """
     Split the parts with these `bounds`, of [`best_cut`], until there are `n_parts`, as on other processes: each time
-    where it saves the most padding.
+    where it saves the most padding. `lengths`, `[B, 2]`, are of the completions in the order of the cut.
     """
     while len(bounds) + 1 < n_parts:
         splits = []
@@ -266,7 +269,10 @@ def split_further(lengths: np.ndarray, bounds: list[int], n_parts: int) -> list[
 
 
 def _best_split(lengths: np.ndarray) -> tuple[float, int]:
-    """Change in padded tokens (≤ 0) by the best split of a part in two, and the size of the first one."""
+    """
+    Change in padded tokens (≤ 0) by the best split of a part in two, and how many completions the first one then has.
+    Infinite for a part that cannot be split, so that any other is chosen before it.
+    """
     if len(lengths) < 2:
         return math.inf, 0
     # Widths of parts of the first 1, 2, … completions, and of the last 1, 2, …
@@ -318,13 +324,15 @@ def cut(
     micro-batch with it.
     """
     prompts_of_cut = None if prompts is None else prompts.take(completions)
+    # `shared`: whether parts compute a prompt once for all its completions
     order, bounds, shared, _ = best_cut(lengths[completions], limits, prompts_of_cut)
     completions = completions[order]
     bounds = split_further(lengths[completions], bounds, n_parts)
     micro_batches = []
     for part in np.split(completions, bounds):
         micro_batch = take(batch, part)
-        if not batch.keys() & _WHOLE_WIDTH:
+        # Entries that have a column per token of prompt and completion together cannot be trimmed: all columns stay.
+        if not batch.keys() & _OVER_PROMPT_AND_COMPLETION:
             widths = columns(lengths[part], most=columns_of(batch))
             micro_batch = resize(micro_batch, **widths)
         if shared and prompts is not None:

@@ -29,7 +29,10 @@ MOST_TOKENS = 24  # tokens of a prompt, and of a completion, that are passed thr
 
 
 def takes_positions(model: Any) -> bool:
-    """Whether a model of text takes the positions of its tokens; PEFT drops them where it puts tokens before them."""
+    """
+    Whether a model takes the positions of its tokens as `position_ids`. Not with images, and not with PEFT's prompt
+    learning, which puts tokens of its own before them and drops the positions.
+    """
     if any(adapter.is_prompt_learning for adapter in getattr(model, "peft_config", {}).values()):
         return False
     base = model.get_base_model() if is_peft_model(model) else model
@@ -63,12 +66,13 @@ def is_harmless(trainer: Any, input_ids: Tensor, attention_mask: Tensor, width: 
     n_prompt_columns = input_ids.size(1) - width
     widest = n_prompt_columns + (trainer.args.max_completion_length or width)
     # A model that may scale its positions by the width of the batch counts as infinitely far away.
-    may_scale = widest > _context(trainer.model.config)
+    may_scale = widest > _widest_unscaled(trainer.model.config)
     scaled = noise.new_tensor(torch.inf if may_scale else 0.0)
     numbers = torch.stack([padded_left, padded_right, scaled, noise]).unsqueeze(0)
     of_processes = trainer.accelerator.gather(numbers.to(trainer.accelerator.device))
     distances, noises = of_processes.tensor_split([3], dim=1)
-    least_bound = 2 * _precision(trainer) ** 0.5
+    # The bounds in the docstring; `eps` is 2⁻²³, 2⁻¹⁰ and 2⁻⁷.
+    least_bound = 2 * _rounding_unit(trainer) ** 0.5
     bounds = (4 * noises).clamp(min=least_bound)
     return bool((distances <= bounds).all())
 
@@ -117,16 +121,20 @@ def _longest(input_ids: Tensor, attention_mask: Tensor, width: int) -> tuple[Ten
 
 @contextmanager
 def evaluating(model: Any) -> Iterator[None]:
-    """Within this context the model has no dropout."""
+    """Within this context the model has no dropout; afterwards it is in the mode in which it was."""
     training = model.training
-    for module in model.modules():  # on some CPUs, evaluation rounds bitsandbytes' weights anew, for good
+    # In place of `model.eval()`: on some CPUs, evaluation rounds bitsandbytes' 4-bit weights anew, for good.
+    for module in model.modules():
         module.training = type(module).__name__ == "Linear4bit"
     yield
     model.train(training)
 
 
-def _context(config: Any) -> float:
-    """Tokens beyond which a model scales its positions by the length of the batch."""
+def _widest_unscaled(config: Any) -> float:
+    """
+    Widest batch, in tokens, of which a model does not scale positions by the width; infinite for a model that never
+    does.
+    """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     ropes_of_layer_types = [entry for entry in rope.values() if isinstance(entry, dict)]
@@ -136,8 +144,10 @@ def _context(config: Any) -> float:
     return math.inf
 
 
-def _precision(trainer: Any) -> float:
-    """Rounding unit of the coarsest type in which a pass computes."""
+def _rounding_unit(trainer: Any) -> float:
+    """
+    Rounding unit (`eps`) of the coarsest type in which a pass computes: that of mixed precision, or of a weight.
+    """
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.accelerator.mixed_precision, torch.float32)
     types = {mixed}
     for parameter in trainer.model.parameters():
@@ -148,7 +158,7 @@ def _precision(trainer: Any) -> float:
 
 def rounding_of_logps(trainer: Any) -> float:
     """Root mean square difference up to which log-probabilities of tokens are the same but for rounding, in nats."""
-    precision = _precision(trainer)
+    precision = _rounding_unit(trainer)
     # The bound of `is_harmless`, but in float32, where a small step of the policy would be within it, a lower one.
     return min(2 * precision**0.5, 1000 * precision)
 

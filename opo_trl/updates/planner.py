@@ -93,9 +93,9 @@ class Planner:
             # The model may be another one than the policy, and may not be able to share prompts: `None`, too.
             break_even_width = shared_prompts.break_even_width(self.accelerator.unwrap_model(model))
         limits = self._limits(batch_size)
-        n_micro_batches, _ = _needed(info, break_even_width, limits)
+        n_micro_batches, _ = _most_needed(info, break_even_width, limits)
         local = info[self.accelerator.process_index]
-        prompts = _prompts(local, break_even_width)
+        prompts = _prompts_to_share(local, break_even_width)
         all_completions = np.arange(n_completions)
         logps_of_tokens = torch.zeros_like(completion_ids, dtype=torch.float32)
         entropies = torch.zeros_like(logps_of_tokens)
@@ -121,10 +121,11 @@ class Planner:
         computed_first = np.argsort(local.left_out, kind="stable")
         n_with_gradient = int(np.count_nonzero(~local.left_out))
         computed, not_computed = np.split(computed_first, [max(n_with_gradient, n_micro_batches)])
-        counts = _counts(batch)
+        counts = _counts_in_log(batch)
         filler = to_device(local.left_out, counts.device)
         batch = {**batch, "opo_counts": counts, "opo_filler": filler}
-        parts = cut(batch, local.lengths, computed, n_micro_batches, limits, _prompts(local, break_even_width))
+        prompts = _prompts_to_share(local, break_even_width)
+        parts = cut(batch, local.lengths, computed, n_micro_batches, limits, prompts)
         micro_batches = [micro_batch for _, micro_batch in parts]
         micro_batches[-1]["opo_skipped"] = counts[to_device(not_computed, counts.device)]
         return micro_batches
@@ -134,11 +135,12 @@ class Planner:
     ) -> tuple[Batch, SampleInfo, int]:
         """
         The completions of a step that this process computes, what all processes know of theirs, and how many
-        micro-batches each of them makes. Processes have exchanged completions if that costs less.
+        micro-batches each of them makes. Processes have exchanged completions, unless there is nothing to exchange, or
+        prompts are shared and an exchange does not cost less.
         """
         # Every process makes as many as the one that needs the most: ZeRO and FSDP communicate in every pass, and a
         # process with fewer passes than the others would leave them waiting forever.
-        n_micro_batches, cost = _needed(info, break_even_width, limits)
+        n_micro_batches, cost = _most_needed(info, break_even_width, limits)
         n_processes = len(info)
         if n_processes == 1 or not info.exchangeable.all():
             return batch, info, n_micro_batches
@@ -147,7 +149,7 @@ class Planner:
         on_all = info.on_all_processes()
         assigned = partition(on_all.lengths, on_all.left_out, n_processes)
         exchanged = on_all[assigned]
-        n_micro_batches_exchanged, cost_exchanged = _needed(exchanged, break_even_width, limits)
+        n_micro_batches_exchanged, cost_exchanged = _most_needed(exchanged, break_even_width, limits)
         # An exchange may part the completions of a prompt, which are then computed with a prompt each.
         if break_even_width is not None and cost_exchanged >= cost:
             return batch, info, n_micro_batches
@@ -157,6 +159,7 @@ class Planner:
 
     def _limits(self, max_rows: int, *, fill: bool = True) -> Limits:
         """Limits of a micro-batch of at most `max_rows` completions; `fill`: whether short ones may be more."""
+        # Whether there have to be as few micro-batches as possible: each costs an exchange, or is an optimizer step.
         fewest = self.communicates or updates_in_backward(self.args)
         on_gpu = self.accelerator.device.type != "cpu"
         return Limits(
@@ -170,8 +173,11 @@ class Planner:
         )
 
 
-def _counts(batch: Batch) -> Tensor:
-    """Whether each completion counts in the log, bool `[B]`."""
+def _counts_in_log(batch: Batch) -> Tensor:
+    """
+    Whether each completion of a step counts in the log, bool `[B]`: those that take part, and that vLLM's importance
+    sampling does not mask.
+    """
     if "opo_counts" in batch:  # from a checkpoint, whose completions have been divided anew
         return batch["opo_counts"]
     counts = batch["opo_valid"]
@@ -181,18 +187,24 @@ def _counts(batch: Batch) -> Tensor:
     return counts
 
 
-def _prompts(local: SampleInfo, break_even_width: float | None) -> Prompts | None:
-    """The prompts of a process's completions, if they are computed once."""
+def _prompts_to_share(local: SampleInfo, break_even_width: float | None) -> Prompts | None:
+    """
+    The prompts of a process's completions, if they are computed once for several; `None` if not, which is what a
+    `break_even_width` of `None` says.
+    """
     return None if break_even_width is None else Prompts(local.prompt, break_even_width)
 
 
-def _needed(info: SampleInfo, break_even_width: float | None, limits: Limits) -> tuple[int, float]:
-    """Most micro-batches, and highest cost, that a process needs for its completions; `info` is `[processes, B]`."""
+def _most_needed(info: SampleInfo, break_even_width: float | None, limits: Limits) -> tuple[int, float]:
+    """
+    Most micro-batches, and highest cost in tokens, that any process needs for its completions that have a gradient.
+    `info` is `[processes, B]`; a `break_even_width` of `None`: prompts are not computed once.
+    """
     most, highest_cost = 0, 0.0
     for process in range(len(info)):
         local = info[process]
         with_gradient = local[~local.left_out]
-        process_cut = best_cut(with_gradient.lengths, limits, _prompts(with_gradient, break_even_width))
+        process_cut = best_cut(with_gradient.lengths, limits, _prompts_to_share(with_gradient, break_even_width))
         most = max(most, process_cut.n_parts)
         highest_cost = max(highest_cost, process_cut.cost)
     return most, highest_cost
@@ -207,11 +219,15 @@ def is_sharded(trainer: Any) -> bool:
 
 @contextmanager
 def without_exchange(trainer: Any, model: Any) -> Iterator[None]:
-    """Add to the gradients of this process, without the exchange that comes with the last micro-batch."""
+    """
+    Within this context, backward passes add to the gradients of this process alone. The processes exchange gradients
+    in the last micro-batch, which is computed after it.
+    """
     accelerator = trainer.accelerator
-    exchanges = accelerator.sync_gradients
+    exchanges = accelerator.sync_gradients  # whether the current call is the last of its optimizer step
     without: AbstractContextManager
-    # As Transformers does it between the calls of an accumulation.
+    # As Transformers does it between the calls of an optimizer step: in those before the last one nothing is left to
+    # do, and with `sync_each_batch` a user wants an exchange in each.
     if not exchanges or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
         without = nullcontext()
     elif getattr(trainer, "is_distributed_loading_by_transformers", False) and is_fsdp_managed_module(trainer.model):

@@ -49,6 +49,7 @@ class SampleInfo:
         """
         of_process = _table(steps, left_out, accelerator.device).unsqueeze(0)
         table = accelerator.gather(of_process).cpu().numpy()
+        # Columns as `_table` puts them: two of lengths, a flag, two of columns, a flag, and the prompt's number
         lengths, left_out_flags, columns, exchangeable, prompt = np.split(table, [2, 3, 5, 6], axis=-1)
         return cls(lengths, _flags(left_out_flags), columns, _flags(exchangeable), prompt.squeeze(-1))
 

@@ -41,6 +41,7 @@ def break_even_width(model: PreTrainedModel) -> float | None:
     That needs full attention to whatever a 4-D mask allows, which only SDPA takes, at rotary positions that are given.
     """
     config = model.config
+    # Models with a gated MLP, rotary positions and no other layers
     if config.model_type not in ARCHITECTURES or hasattr(config, "auto_map"):  # code from the Hub
         return None
     types_of_layers = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -55,6 +56,7 @@ def break_even_width(model: PreTrainedModel) -> float | None:
     width_of_queries = head_width * config.num_attention_heads
     width_of_keys = head_width * config.num_key_value_heads
     attention_width = 2 * (width_of_queries + width_of_keys)  # outputs are as wide as queries, and values as keys
+    # Of a layer: attention, and three matrices of the gated MLP
     weights_of_layer = config.hidden_size * (attention_width + 3 * config.intermediate_size)
     return weights_of_layer / (2 * width_of_queries)  # of a token: one product with its key, one with its value
 
@@ -73,7 +75,7 @@ def hashes(batch: Batch) -> Tensor:
     of_columns = from_the_right[::-1].copy()
     factors, offsets = to_device(of_columns, ids.device).unbind(dim=1)
     terms = ids * factors + offsets
-    return torch.where(mask, terms, 0).sum(dim=1)  # It wraps around, so the number may be any of 64 bits.
+    return torch.where(mask, terms, 0).sum(dim=1)  # wraps around, so the number may be any of 64 bits
 
 
 def arrange(batch: Batch, lengths: np.ndarray, prompts: np.ndarray) -> Batch:
