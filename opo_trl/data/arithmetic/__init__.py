@@ -60,7 +60,8 @@ def work_out(problem: str, calculator: Calculator = calculate) -> str:
     """
     Write the chain of what remains after each operation, such as `"85-16=69"` for `"47+38-16="`.
 
-    `calculator` does one operation. If it makes a mistake, as in benchmarks, the chain continues from its result.
+    `calculator` does one operation. Another one than the right one may make mistakes, as for the texts that a base
+    model learns from; the chain then continues from its result.
     """
     value, *rest = re.findall(r"\d+|[+-]", problem)
     steps = []
