@@ -54,7 +54,7 @@ class Evaluation:
     def __post_init__(self):
         """Count the completions by their rewards: 1 or more is correct, `None` cannot be scored."""
         rewards = [sample["reward"] for sample in self.samples]
-        self.by_problem = []  # numbers of correct and scored completions, of each problem with a scored one
+        self.by_problem = []  # (number of correct, number of scored completions) of each problem with a scored one
         for start in range(0, len(rewards), self.per_problem):
             of_problem = rewards[start : start + self.per_problem]
             are_correct = [reward >= 1.0 for reward in of_problem if reward is not None]
@@ -70,7 +70,7 @@ class Evaluation:
         Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
         is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal.
         """
-        shares = [n_correct / n_scored for n_correct, n_scored in self.by_problem]
+        shares = [n_correct / n_scored for n_correct, n_scored in self.by_problem]  # of correct ones, of each problem
         are_equal = len(set(shares)) <= 1  # Without spread, the normal interval would be a single point.
         if self.per_problem == 1 or are_equal:
             low, high = wilson_interval(round(sum(shares)), len(shares))

@@ -102,7 +102,10 @@ class Run:
 
     @property
     def copies(self) -> bool:
-        """Whether every linear layer keeps a cast of its input; sharded weights come gathered, in that dtype."""
+        """
+        Whether every linear layer keeps a cast of its input, since products have fewer bytes than its weights. Not
+        under ZeRO-3 and FSDP2, where gathered weights come in the dtype of products.
+        """
         width = self.weights if self.full else self.trained_width
         return self.sharding not in ("zero3", "fsdp2") and self.compute < width
 
@@ -239,12 +242,14 @@ def _head(run: Run, d: Decoder) -> tuple[float, float, float]:
     tokens = run.rows * run.length
     # Tokens whose log-probabilities are computed: without Triton, those of prompts, too.
     scored = run.rows * (run.completion if run.fused_kernels else max(run.length - 1, 0))
+    # Bytes per element: the norm's input in float32 and, if the norm is trained, what it made of it.
     norm_width = 4 + w if full else 4
     norm = norm_width * d.hidden * tokens + w * d.hidden * scored
     tile_tokens, tile_words = _TILE  # logits are made tile by tile, never all at once
     chunk = min(scored, tile_tokens)
     width = min(d.vocabulary, tile_words)
-    tile = c * chunk * tile_words
+    tile = c * chunk * tile_words  # logits
+    # The part of the head's weights for a tile, cast if autocast computes in fewer bytes.
     weight_tile = c * width * d.hidden if c < w else 0
     weight = d.embedding if full else 0
     inputs_and_weight = d.hidden * scored + weight

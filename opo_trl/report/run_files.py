@@ -32,7 +32,7 @@ def is_run(folder: Path) -> bool:
 
 
 def another_run(folder: str) -> ValueError:
-    """The error of a new run whose folder describes one already."""
+    """The error, to be raised, of a new run whose output folder describes another one already."""
     fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
     return ValueError(f"output_dir={folder!r} holds another run. Choose another `output_dir`, {fix}.")
 
