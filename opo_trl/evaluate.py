@@ -54,7 +54,7 @@ class Evaluation:
     def __post_init__(self):
         """Count the completions by their rewards: 1 or more is correct, `None` cannot be scored."""
         rewards = [sample["reward"] for sample in self.samples]
-        self.by_problem = []  # numbers of correct and scored completions, of each problem with a scored one
+        self.by_problem = []  # (number of correct, number of scored completions) of each problem with a scored one
         for start in range(0, len(rewards), self.per_problem):
             of_problem = rewards[start : start + self.per_problem]
             are_correct = [reward >= 1.0 for reward in of_problem if reward is not None]
@@ -70,7 +70,7 @@ class Evaluation:
         Counts, accuracy and its 95 % interval (`low`, `high`), without the samples. With one completion per problem it
         is Wilson's interval; with several it is the normal one over problems, or Wilson's where these are all equal.
         """
-        shares = [n_correct / n_scored for n_correct, n_scored in self.by_problem]
+        shares = [n_correct / n_scored for n_correct, n_scored in self.by_problem]  # of correct ones, of each problem
         are_equal = len(set(shares)) <= 1  # Without spread, the normal interval would be a single point.
         if self.per_problem == 1 or are_equal:
             low, high = wilson_interval(round(sum(shares)), len(shares))
@@ -133,6 +133,7 @@ def evaluate(
     batch_size = trainer.args.per_device_eval_batch_size
     total = len(dataset) * samples  # completions
     per_process = math.ceil(total / accelerator.num_processes)
+    # Completions are numbered through all problems, `samples` of each, and a process makes those of one stretch.
     first = accelerator.process_index * per_process
     rows = []
     for number in range(first, first + per_process):
@@ -141,18 +142,18 @@ def evaluate(
         rows.append(dataset[number // samples])
     twin = _twin(trainer)
     was_training = trainer.model.training
-    solved = []
+    scored_rows = []
     try:
-        with _decoding(twin, decoding), _own_random_state(trainer, seed):
+        with _decoding_as(twin, decoding), _own_random_state(trainer, seed):
             is_hidden = trainer.args.disable_tqdm or not accelerator.is_main_process
             starts = range(0, per_process, batch_size)
             for start in tqdm(starts, f"accuracy, {decoding}", leave=False, disable=is_hidden):
-                solved += _solve(twin, rows[start : start + batch_size])
+                scored_rows += _complete_and_score(twin, rows[start : start + batch_size])
     finally:
         trainer.model.train(was_training)
-        if trainer.use_vllm:  # which has the weights of this step by now
+        if trainer.use_vllm:  # the twin has given vLLM the weights of this step: they need not be sent again
             trainer._last_loaded_step = twin._last_loaded_step
-    return Evaluation(gather_object(solved)[:total], per_problem=samples)
+    return Evaluation(gather_object(scored_rows)[:total], per_problem=samples)
 
 
 def _twin(trainer: "GRPOTrainer") -> Any:
@@ -171,7 +172,7 @@ def _twin(trainer: "GRPOTrainer") -> Any:
     attributes = vars(twin)
     for name in ("_metrics", "_logs", "_pending_metrics", "_pending_extra_logs", "_evaluated"):
         if name in attributes:  # `_evaluated` is of our trainers only.
-            attributes[name] = _emptied(attributes[name])
+            attributes[name] = _empty_like(attributes[name])
     factories = cast(dict, trainer.environment_factories)
     if factories:
         # Environments of evaluations only, kept for the next one: those of training may have a state of their own.
@@ -180,21 +181,26 @@ def _twin(trainer: "GRPOTrainer") -> Any:
     return twin
 
 
-def _emptied(records: Any) -> Any:
+def _empty_like(records: Any) -> Any:
     """A new, empty container of the same type and limit; a dictionary keeps its fixed keys."""
     if type(records) is dict:
-        return {name: _emptied(values) for name, values in records.items()}
+        return {name: _empty_like(values) for name, values in records.items()}
     empty = copy(records)
     empty.clear()
     return empty
 
 
-def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prompt, completion and reward of each row, as in a rollout of these rows."""
-    scored: list[tuple[list[Any], list[Any], torch.Tensor]] = []  # prompts, completions, rewards of all processes
+def _complete_and_score(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    Prompt, completion and reward of each row of this process, by the trainer's own generation and scoring; the reward
+    is that of the first reward function, and `None` for an unscored completion. Images are left out.
+    """
+    # Prompts and completions of this process, and rewards of all processes, of each call
+    scored: list[tuple[list[Any], list[Any], torch.Tensor]] = []
     outermost = twin._calculate_rewards
 
     def calculate(inputs, prompts, completions, completion_ids_list, **named):
+        # TRL returns neither completions as text nor rewards by function: they are noted where it computes these.
         rewards = outermost(inputs, prompts, completions, completion_ids_list, **named)
         scored.append((prompts, completions, rewards))
         return rewards
@@ -203,6 +209,7 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     with temporarily(twin, _calculate_rewards=calculate):
         twin._generate_and_score_completions(rows)
     prompts, completions, rewards = scored[-1]
+    # The rewards, `[completions, functions]`, are of all processes, in their order.
     start = twin.accelerator.process_index * len(rows)
     rewards_of_rows = rewards[start : start + len(rows), 0].tolist()
     samples = []
@@ -217,8 +224,11 @@ def _solve(twin: Any, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return samples
 
 
-def _decoding(twin: Any, decoding: Decoding) -> AbstractContextManager[None]:
-    """A context in which the twin decodes so."""
+def _decoding_as(twin: Any, decoding: Decoding) -> AbstractContextManager[None]:
+    """
+    A context in which the trainer's twin decodes greedily or samples. vLLM's engine is the trainer's own, so its
+    options are restored afterwards; the generation configuration of Transformers is set in the twin for good.
+    """
     if decoding == "sampled":
         return nullcontext()
     if twin.use_vllm:
@@ -234,11 +244,14 @@ def _decoding(twin: Any, decoding: Decoding) -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_random_state(trainer: "GRPOTrainer", seed: int) -> Iterator[None]:
-    """Draw from this seed, on each process otherwise; afterwards from where random numbers were before."""
+    """
+    A context that draws random numbers from this seed, other ones on each process, and afterwards restores the random
+    states of Python, NumPy and PyTorch.
+    """
     accelerator = trainer.accelerator
     # Processes that share a colocated vLLM engine must draw the same tokens.
     colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
-    group = trainer.vllm_tensor_parallel_size if colocated else 1
+    group = trainer.vllm_tensor_parallel_size if colocated else 1  # number of processes that draw alike
     seed += 10_007 * (accelerator.process_index // group)
     device = accelerator.device
     has_generators = device.type not in ("cpu", "mps")

@@ -154,9 +154,11 @@ class OPOScriptArguments(ScriptArguments):
         self.dataset_settings = mapping_of("dataset_settings", self.dataset_settings)
         is_gym = str(self.dataset_name).startswith(gym.PREFIX)
         if self.reward_funcs is None:
+            # A reward model scores, and an environment may (`get_reward`): beside them, no function is the default.
             has_others = bool(self.reward_model_name_or_path or self.environment_factory)
             default = "gym_reward" if is_gym else "accuracy_reward"
             self.reward_funcs = [] if has_others else [default]
         if self.instruction is None:
+            # The instruction asks for the form in which the reward reads answers: a box, or reasoning-gym's tags.
             reads_boxes = "accuracy_reward" in self.reward_funcs
             self.instruction = gym.INSTRUCTION if is_gym and not reads_boxes else INSTRUCTION

@@ -40,12 +40,16 @@ class LogFile(TrainerCallback):
                 write_lines(self.folder / name, self._earlier_lines(name, state.global_step))
 
     def _earlier_lines(self, name: str, step: int) -> list[dict[str, Any]]:
-        """Lines up to the step from which a run resumes, which writes what came after its checkpoint again."""
+        """
+        The lines of a run's file that stay when it goes on from this optimizer step: those up to it, as the run writes
+        the later ones again. None if it begins.
+        """
         if step == 0:
             return []
         earlier = []
         for line in read_lines(self.folder / name, follow=True, bounded=False):
-            is_changed_rate = CHANGED_RATE in line  # which this run may change again at the same step
+            # The line says that the learning rate changed here; a run that resumes at this step says that anew.
+            is_changed_rate = CHANGED_RATE in line
             if line["step"] < step or (line["step"] == step and not is_changed_rate):
                 earlier.append(line)
         return earlier
@@ -53,7 +57,8 @@ class LogFile(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
             step = {"step": state.global_step}
-            append_lines(self.folder / LOG, [step | logs | step])  # first, whatever the logs have
+            # The step comes first in the line, and wins over a `step` that the logs may have.
+            append_lines(self.folder / LOG, [step | logs | step])
 
 
 _SHOWN = {"reward": "reward", "validation/accuracy": "validation", "entropy": "entropy", "grad_norm": "grad"}
@@ -83,9 +88,10 @@ class NewRate(TrainerCallback):
 
     def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
         """Scale the learning rate of the restored optimizer and schedule, if this run has another one, and say so."""
-        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)
-        rates = {*getattr(schedule, "base_lrs", ())}
-        if not state.global_step or len(rates) != 1 or args.learning_rate in rates:
+        schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # accelerate wraps it
+        rates = {*getattr(schedule, "base_lrs", ())}  # the checkpoint's `learning_rate`, from which it is scheduled
+        is_new_run = not state.global_step
+        if is_new_run or len(rates) != 1 or args.learning_rate in rates:
             return
         (old,) = rates
         schedule.base_lrs = [args.learning_rate] * len(schedule.base_lrs)
@@ -97,6 +103,7 @@ class NewRate(TrainerCallback):
             "the run is no longer a single trajectory.",
             flush=True,
         )
+        # Not TRL's `log`, which would flush the training metrics of an unfinished logging interval.
         Trainer.log(self.trainer, {CHANGED_RATE: args.learning_rate})
 
 
@@ -149,7 +156,10 @@ class Validation(TrainerCallback):
             control.should_log = should_log  # logging clears the flag, and the step's own entry is still to come
 
     def _validate(self, state):
-        """Evaluate the policy, log its accuracy, and keep the first completions."""
+        """
+        Evaluate the policy on all processes, log its accuracy, and write the first completions to the run's folder.
+        The seed of the sampling is the step.
+        """
         result = evaluate(self.trainer, self.dataset, decoding=self.decoding, seed=state.global_step)
         summary = result.summary()
         metrics = {f"validation/{name}": summary[name] for name in ("accuracy", "low", "high", "unscorable")}

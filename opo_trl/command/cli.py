@@ -37,7 +37,10 @@ your own problems with answers:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `opo-trl`; returns the exit status."""
+    """
+    Entry point of `opo-trl`; returns the exit status: 2 for an error that the message explains, else what the command
+    returns, 0 if all is well.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv[:1] == ["train"]:
@@ -88,7 +91,7 @@ def _run(argv: list[str]) -> int:
 
         return judge(arguments.run, arguments.output)
     elif arguments.command == "recipes":
-        lines = copy_out(arguments.recipe, arguments.output) if arguments.recipe else _described()
+        lines = copy_out(arguments.recipe, arguments.output) if arguments.recipe else _recipes_with_first_lines()
         print(*lines, sep="\n")
     elif arguments.command == "pivots":
         pivots.run(arguments)
@@ -101,11 +104,11 @@ def _run(argv: list[str]) -> int:
     return 0
 
 
-def _described() -> Sequence[str]:
-    """Each recipe of the package with the first line of its file, which says what it does."""
+def _recipes_with_first_lines() -> Sequence[str]:
+    """A line for each recipe of the package: its name, and the first line of its file, which says what it does."""
     first_lines = {}
     for path in sorted(SHIPPED.rglob("*.yaml")):
-        if path.parent.name != "accelerate":
+        if path.parent.name != "accelerate":  # its configurations are no recipes
             first_line, *_ = path.read_text(encoding="utf-8").split("\n", 1)
             first_lines[str(path.relative_to(SHIPPED))] = first_line.removeprefix("# ")
     width = max(map(len, first_lines))
@@ -114,15 +117,15 @@ def _described() -> Sequence[str]:
 
 def copy_out(name: str, output: Path) -> Sequence[Path]:
     """
-    Copy a recipe, or the files of a folder of recipes, and the configurations of accelerate that they name; returns
-    the files written.
+    Copy a recipe of the package, or the files of a folder of recipes, and the configurations of accelerate that they
+    name, to a folder; returns the files written. A `ValueError` if there is no such recipe, or a file there differs.
     """
     name = name.removeprefix("recipes/")
     source = SHIPPED / name
     files = sorted(file for file in source.glob("*.*") if file.is_file()) if source.is_dir() else [source]
     if not (name and files and all(map(Path.is_file, files))):
         raise ValueError(f"recipe={name!r} is not one of the package's. `opo-trl recipes` lists them.")
-    parts: dict[str, None] = {}  # in order, without duplicates
+    parts: dict[str, None] = {}  # paths of the files to copy, in order, without duplicates
     for file in files:
         parts[str(file.relative_to(SHIPPED))] = None
         text = file.read_text(encoding="utf-8")

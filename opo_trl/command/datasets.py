@@ -42,11 +42,12 @@ class Data:
 
 def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrainedTokenizerBase) -> Data:
     """
-    Load the problems of a run: `levels` of the training split, or recorded `rollouts`, and held-out ones of the test
-    split.
+    Load what a run trains on, recorded `rollouts` or else prompts of the training split, and the held-out problems of
+    its validation, report and evaluation; none of these is trained on.
     """
 
     def fitting(prompts: Dataset) -> Dataset:
+        """The prompts that are not longer than `max_prompt_length`; an error if the tokenizer cannot render them."""
         _check_template(script, prompts, tokenizer)
         options, limit = cast(dict, args.chat_template_kwargs), script.max_prompt_length
         return prompts if limit is None else drop_long_prompts(prompts, tokenizer, limit, options)
@@ -58,16 +59,20 @@ def load_data(script: OPOScriptArguments, args: OPOConfig, tokenizer: PreTrained
         return _load_problems(script, args, fitting)
     groups = fitting(load_rollouts(args.rollouts, args.num_generations, args.seed))
     prompts, plan = groups.select_columns("prompt"), f"{len(groups):,} groups of {args.rollouts}"
-    if not script.dataset_name:
+    if not script.dataset_name:  # no problems to validate or report on
         return Data(groups, None, {}, None, plan)
     data = _load_problems(script, args, fitting)
     report = {level: without_overlap(problems, prompts) for level, problems in data.report.items()}
+    # Each is `None` if it was not asked for.
     validation, evaluation = (d and without_overlap(d, prompts) for d in (data.validation, data.evaluation))
     return Data(groups, validation, report, evaluation, plan)
 
 
 def _check_template(script: OPOScriptArguments, data: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer can render the prompts of a dataset, with the tools that the model can call."""
+    """
+    Check, by the first prompt, that the tokenizer can render the prompts of a dataset, with the tools that the model
+    can call: conversations need a chat template, and tools need conversations.
+    """
     is_text = isinstance(data[0]["prompt"], str)
     if is_text and (script.tools or script.environment_factory):  # TRL describes none in a prompt of text
         fix = "Set `prompt_style` to 'chat', or write each prompt as messages"
@@ -80,11 +85,15 @@ def _check_template(script: OPOScriptArguments, data: Dataset, tokenizer: PreTra
 
 
 def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callable[[Dataset], Dataset]) -> Data:
-    """The problems of `dataset_name`, as prompts; `fitting` drops those for training that are too long."""
+    """
+    The datasets of a run from the problems of `dataset_name`, as prompts. `fitting` checks those for training, and
+    drops the ones that are too long.
+    """
     name, seed = str(script.dataset_name), script.subset_seed
     columns = cast(dict, script.columns or {})
 
     def stored(split: str, levels: Sequence[str] | None) -> Dataset:
+        """A split of the dataset with all of its columns; only drawn problems are of these levels already."""
         return draw_or_load(name, script.dataset_config, split, levels, cast(dict | None, script.dataset_settings))
 
     has_split = script.dataset_train_split == "train" or not is_single_file(name)
@@ -98,11 +107,12 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     notes = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()]
     notes.append(f"prompt_style: {style}")
     has_answers = "solution" in problems.column_names
-    levels = script.report_levels
+    levels = script.report_levels  # on which the accuracy is reported; without answers and rewards, on none
     if levels is None:
         levels = (script.levels or [ALL]) if has_answers and script.reward_funcs else []
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     parts, share = None, script.test_fraction
+    # A single file has no test split: a part is held out, if anything is measured on it.
     if share is None and is_single_file(name) and (levels or evaluates or script.validation_steps):
         share = TEST_FRACTION
     if share is not None:
@@ -112,12 +122,16 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     training = select(problems, script.levels, script.fraction, seed)
 
     def prompts_of(problems: Dataset) -> Dataset:
+        """The prompts made from problems, or those that the dataset brings as they are."""
         if style == "dataset":
             return problems
         return to_prompts(problems, style=cast(Style, style), instruction=str(script.instruction))
 
     def held_out(levels: list[str] | None, size: int | None) -> Dataset:
-        """Problems of the test split, or of the part that was held out, at most `size`, none of them trained on."""
+        """
+        Prompts of the test split, or of the part that was held out, with these levels (all if `None`), at most `size`,
+        none of them trained on.
+        """
         levels = None if levels == [ALL] else levels
         if parts:
             test = parts["test"]
@@ -137,8 +151,8 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     try:
         for level in levels:
             report[level] = held_out([level], script.report_size)
-    except (OSError, ValueError) as error:
-        if script.report_levels is not None:
+    except (OSError, ValueError) as error:  # such as a dataset without a test split
+        if script.report_levels is not None:  # asked for, not a default
             raise
         logger.warning("No accuracy is measured before and after training: %s", error)
     if not has_answers:
@@ -149,7 +163,10 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
 
 
 def _check_prompts(script: OPOScriptArguments, problems: Dataset) -> None:
-    """Check that prompts which the dataset brings need no `instruction`."""
+    """
+    Check prompts that the dataset brings, to which nothing is added: an `instruction` in the recipe is an error, and
+    there is a warning if the reward reads boxes, but none of the first 100 prompts asks for one.
+    """
     if script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         raise ValueError(
             f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. "

@@ -27,14 +27,17 @@ _OF_OTHERS = "Fields of TRL and Transformers"
 
 
 def help_text(*, of_others: bool = False) -> str:
-    """Every field of this package, with its type, default and description; also those of TRL and Transformers."""
+    """
+    The usage, and every field of this package with its type, default and description, by subject. With `of_others`,
+    also the fields of TRL and Transformers.
+    """
     parts = [USAGE]
     documented: set[str] = set()
     for kind in (OPOConfig, OPOScriptArguments):
         for heading, texts in described(kind).items():
             about = heading.removeprefix("Parameters that control ")
             parts.append(f"{about[0].upper()}{about[1:]}\n")
-            parts += [_entry(kind, name, text) for name, text in texts.items()]
+            parts += [_field_help(kind, name, text) for name, text in texts.items()]
             documented |= texts.keys()
     if not of_others:
         return "\n".join([*parts, _MORE])
@@ -42,30 +45,38 @@ def help_text(*, of_others: bool = False) -> str:
     for other_kind in (OPOConfig, OPOScriptArguments, ModelConfig):
         for field in fields(other_kind):
             if field.init and field.name not in documented:
-                text = field.metadata.get("help", "").replace("%%", "%")
-                parts.append(_entry(other_kind, field.name, text))
+                text = field.metadata.get("help", "").replace("%%", "%")  # argparse's escape
+                parts.append(_field_help(other_kind, field.name, text))
     return "\n".join(parts)
 
 
-def _entry(kind: type, name: str, text: str) -> str:
-    """A field on a line with its type and default, and its description below, as wide as the terminal."""
+def _field_help(kind: type, name: str, text: str) -> str:
+    """
+    The help of a field, which is one of the dataclass `kind`: a line with its type and default, and its description
+    `text` below, as wide as the terminal.
+    """
     by_name = {field.name: field for field in fields(kind)}
     usual = default(by_name[name])
-    suffix = "" if usual is None else f"  (default: {_value(usual)})"
+    suffix = "" if usual is None else f"  (default: {_default_as_written(usual)})"
     width = min(shutil.get_terminal_size().columns, 120)
-    description = textwrap.fill(_plain(text), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    description = textwrap.fill(_without_markup(text), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return f"  --{name} {_type_name(hints(kind)[name])}{suffix}\n{description}\n"
 
 
-def _value(usual: Any) -> str:
+def _default_as_written(usual: Any) -> str:
     """A default as a command line has it."""
     if isinstance(usual, list):
         return " ".join(map(str, usual))
-    return str(usual).lower() if isinstance(usual, bool) else str(getattr(usual, "value", usual))
+    if isinstance(usual, bool):
+        return str(usual).lower()
+    return str(getattr(usual, "value", usual))  # the `value` of a member of an enumeration
 
 
 def _type_name(hint: Any) -> str:
-    """A type as a command line has it: of a union, the first part that is not `None`."""
+    """
+    The type of a field in words: the choices of a literal, `text …` for a list, and of a union the first part that is
+    not `None`.
+    """
     parts = [part for part in get_args(hint) if part is not NoneType]
     if get_origin(hint) is Literal:
         return "|".join(map(str, parts))
@@ -79,7 +90,7 @@ def _type_name(hint: Any) -> str:
     return names.get(hint, "text")
 
 
-def _plain(text: str) -> str:
+def _without_markup(text: str) -> str:
     """A description without markup: links, code and escapes."""
     text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"\[`~?([^`\]]+)`\]", r"\1", text)

@@ -20,12 +20,15 @@ from .words import check_words, find_accelerate_config, launch_words, read_words
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Start `command.process` as often as accelerate is told to; returns the exit status."""
+    """
+    Check a command line and its recipe, and start `command.process` through accelerate as often as this is told to;
+    returns the exit status: that of the process, or 128 plus the number of the signal that ended it.
+    """
     words = read_words(argv)
     if words.options.help is not None:
         from .recipe import read  # the help is that of the fields' classes
 
-        read(argv)
+        read(argv)  # prints it and exits
     check_words(words)
     config = find_accelerate_config(words.value("accelerate_config"), words.options.config)
     set_variables(words.env)  # before the launch: OMP_NUM_THREADS and others are read when a process starts
@@ -46,9 +49,10 @@ def launch(argv: Sequence[str]) -> int:
         if plan is not None:
             print(plan)
             return 0
-    # What is not set, a run's plan says: how many processes there are, and how they share the model.
+    # accelerate's warning about options that are not set is not shown: a run's plan says how many processes there are,
+    # and how they share the model.
     accelerate.logger.addFilter(lambda record: "had defaults used instead" not in record.getMessage())
-    accelerate.simple_launcher = partial(_start, accelerate.simple_launcher, accelerate.multi_gpu_launcher)
+    accelerate.simple_launcher = partial(_start_processes, accelerate.simple_launcher, accelerate.multi_gpu_launcher)
     _pass_on_signals()
     try:
         accelerate.launch_command(options)
@@ -68,10 +72,11 @@ def launch(argv: Sequence[str]) -> int:
     return 128 - code  # as in a shell
 
 
-def _start(alone: Callable, together: Callable, options: Any) -> None:
+def _start_processes(alone: Callable, together: Callable, options: Any) -> None:
     """
-    Start as many processes as are asked for, where accelerate would start one `alone`: on a CPU, and with a
-    configuration for one GPU.
+    Start as many processes as are asked for, where accelerate would start one: on a CPU, and with a configuration for
+    one GPU. `alone` and `together` are accelerate's functions that start one process, and several by PyTorch's
+    launcher.
     """
     if options.mpirun_hostfile is None and (options.num_processes or 1) > 1:
         os.environ["ACCELERATE_USE_CPU"] = str(options.cpu or options.use_cpu)

@@ -41,7 +41,10 @@ REWARDS: dict[str, Callable] = {
 
 
 def load_reward(name: str) -> Callable:
-    """Find a reward function by its name in [`REWARDS`] or its dotted import path."""
+    """
+    Find a reward function by its name in [`REWARDS`] or its dotted import path. A `ValueError` if there is none, or it
+    is a class.
+    """
     allowed = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
     reward = REWARDS.get(name) or load("reward_funcs", name, allowed, "my_rewards.length_reward")
     require(not inspect.isclass(reward), "reward_funcs", name, "a function: a class would have to be made first")
@@ -49,7 +52,11 @@ def load_reward(name: str) -> Callable:
 
 
 def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
-    """The reward functions of a run, a reward model last; a `ValueError` if one does not exist."""
+    """
+    The reward functions of a run, a reward model last; those that parse what a model writes are isolated in workers. A
+    `ValueError` if one does not exist, or `overlong_cache` does not fit. With a reward model, `reward_weights` of
+    `args` are put into the same order.
+    """
     names, model = script.reward_funcs or [], script.reward_model_name_or_path
     length, cache = args.max_completion_length, script.overlong_cache
     needs_cache = "soft_overlong_punishment" in names
@@ -57,6 +64,7 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
         fits = bool(cache and length and cache <= length)
         allowed = f"a number up to max_completion_length={length}, and `reward_funcs` to hold soft_overlong_punishment"
         require(needs_cache and fits, "overlong_cache", cache, allowed)
+    # `reward_workers` are those of a node, which its processes share.
     workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     limits: Any = {"workers": workers, "timeout": script.reward_timeout, "memory": script.reward_memory}
     reward_funcs: list[Any] = []
@@ -69,13 +77,16 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
             isolated = script.reward_workers and reward in (accuracy_reward, gym_reward)
             reward_funcs.append(IsolatedReward(reward, **limits) if isolated else reward)
     weights = args.reward_weights
-    if model and names and weights:  # the first is that of the model, as in TRL
+    if model and names and weights:  # the first weight of a recipe is that of the model, as in TRL
         args.reward_weights = [*weights[1:], weights[0]]
     return [*reward_funcs, model] if model else reward_funcs
 
 
 def check_columns(rewards: Sequence[Any], data: Dataset, *, environments: bool) -> None:
-    """Check that TRL can call the reward functions with the columns of a dataset, or of recorded rollouts."""
+    """
+    Check that TRL can call the reward functions, by keyword, with what it gives them and the columns of a dataset, or
+    of recorded rollouts. `environments`: whether it also gives them environments.
+    """
     if RECORDED in data.column_names:
         data = as_scored(data)
     of_trl = ["prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"]

@@ -24,6 +24,7 @@ def check_packages(args: Any, model_config: ModelConfig) -> None:
         `ImportError`: names the field and how to install the package.
     """
     quantized = {name: getattr(model_config, name) for name in ("load_in_4bit", "load_in_8bit")}
+    # Field → its value, whether the package that it needs is installed, and what pip calls it
     needed = {
         "use_liger_kernel": (args.use_liger_kernel, is_liger_kernel_available, "liger-kernel"),
         "use_vllm": (getattr(args, "use_vllm", False), is_vllm_available, "opo_trl[vllm]"),

@@ -31,7 +31,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: Any) -> None:
-    """Write the dataset, and print what it has."""
+    """
+    Make a dataset of states from logs, write a file for each split into the folder `output`, which must be empty, and
+    print how much there is. `options` are the parsed ones of [`add_options`].
+    """
     from transformers import AutoTokenizer
 
     from ..data.arithmetic import EMBEDDED_MODELS
@@ -63,14 +66,17 @@ def run(options: Any) -> None:
 
 
 def _shares(words: list[str]) -> dict[str, float]:
-    """The shares of words by parameter, from `tool.parameter=0.5`."""
+    """
+    Parameter → its share, from the words of `--overlap`, such as `tool.parameter=0.5`. A `ValueError` for a word of
+    another form, or a share outside of 0 to 1.
+    """
     shares = {}
     for word in words:
         parameter, _, share = word.rpartition("=")
         try:
             shares[parameter] = float(share)
-        except ValueError:
-            parameter = ""
+        except ValueError:  # no number
+            parameter = ""  # which the next line rejects
         if "." not in parameter or not 0 <= shares[parameter] <= 1:
             raise ValueError(f"overlap={word!r} is not TOOL.PARAMETER=SHARE, with a share from 0 to 1.")
     return shares

@@ -6,7 +6,7 @@ from ..checks.text import report_error
 
 
 def main() -> int:
-    """Entry point; returns the exit status of [`command.train.main`]."""
+    """Entry point; returns the exit status of [`command.train.main`], or 2 if its libraries cannot be imported."""
     try:
         from .train import main as train
     except ImportError as error:

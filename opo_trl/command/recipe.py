@@ -90,6 +90,7 @@ def _parse_values(recipe: Mapping[str, Any], words: Sequence[str]) -> tuple[dict
     """
     parser = _Parser()
     words_of_recipe: list[str] = []
+    # Text becomes words of a command line, from which the parser makes the type of the field.
     for name, value in recipe.items():
         items = value if isinstance(value, list) else [value]
         is_text = bool(items) and all(isinstance(item, str) for item in items)
@@ -101,13 +102,16 @@ def _parse_values(recipe: Mapping[str, Any], words: Sequence[str]) -> tuple[dict
             words_of_recipe.append(f"--{name}={value}")
     all_words = [*words_of_recipe, *words]
     namespace, unknown = parser.parse_known_args(all_words)
-    options = {word.split("=")[0] for word in all_words}
+    options = {word.split("=")[0] for word in all_words}  # and values, which are no option's name
     named = {action.dest for action in parser._actions if options & {*action.option_strings}}
     return vars(namespace), named | recipe.keys(), unknown
 
 
 def _problems_of_values(values: Mapping[str, Any], named: set[str]) -> list[str]:
-    """What is wrong with values by themselves, and adapters that no field turns on."""
+    """
+    What is wrong with values, each by itself, and with fields of LoRA that are set without `use_peft`. `named` are the
+    fields that the recipe or the command line sets.
+    """
     problems: dict[str, str] = {}
     for kind in _ARGUMENT_CLASSES:
         problems |= field_problems(kind, values)
@@ -120,8 +124,8 @@ def _problems_of_values(values: Mapping[str, Any], named: set[str]) -> list[str]
 
 def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
     """
-    The arguments that a command line asks for, script, trainer and model, and the recipe with its fields merged in.
-    Sets the recipe's environment variables.
+    The arguments that a command line and its recipe ask for, of the script, the trainer and the model, and the recipe
+    with the command line merged in, as a run stores it. Sets the recipe's environment variables.
     """
     recipe = read(argv)
     if recipe.unknown:
@@ -132,14 +136,15 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
         values["hub_token"] = None
     if "use_cpu" not in recipe.named and not torch.accelerator.is_available():
         values["use_cpu"] = True  # Transformers would only say that this has to be set
+    # A run that resumes on another number of processes keeps its completions per optimizer step and rollout.
     values |= same_completions(values, recipe.as_stored)
-    script = _made(OPOScriptArguments, values)
-    args = _made(OPOConfig, values)
-    model_config = _made(ModelConfig, values)
+    script = _dataclass_from(OPOScriptArguments, values)
+    args = _dataclass_from(OPOConfig, values)
+    model_config = _dataclass_from(ModelConfig, values)
     return script, args, model_config, recipe.as_stored
 
 
-def _made(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
-    """A dataclass of arguments with the values of its fields, among those of others."""
+def _dataclass_from(kind: type[Kind], values: Mapping[str, Any]) -> Kind:
+    """A dataclass of this kind, made with the values of its fields; `values` also has those of other dataclasses."""
     names = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     return kind(**{name: values[name] for name in names})

@@ -35,13 +35,14 @@ KEPT = (
 def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, Any]:
     """
     The `gradient_accumulation_steps` and `steps_per_generation` with which a recipe that resumes, perhaps on another
-    number of processes, keeps its completions per optimizer step and rollout; empty if it has changed these itself.
-    `values` are those of all fields.
+    number of processes, keeps its completions per optimizer step and rollout; they replace `generation_batch_size`.
+    Empty if there is nothing to resume, or the recipe has other values of these fields than the stored one. `values`
+    are those of all fields, `recipe` has those that are set.
     """
     # Each process looks for itself: how processes are connected depends on these values.
     checkpoint, output_dir = values["resume_from_checkpoint"], values["output_dir"] or "trainer_output"
     folder = Path(str(last_complete(output_dir) if checkpoint in LAST else checkpoint))
-    if fault(folder):
+    if fault(folder):  # no complete checkpoint
         return {}
     stored_recipe = yaml.safe_load(files.read_text(folder.resolve().parent / RECIPE, follow=True))
     if not stored_recipe:
@@ -56,7 +57,8 @@ def same_completions(values: Mapping[str, Any], recipe: Mapping[str, Any]) -> di
 
 def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: bool) -> str | None:
     """
-    The checkpoint that a run resumes from, if any.
+    The folder of the checkpoint that a run resumes from; `None` if it begins. `settings` are all settings of this run;
+    `overwrite`: an earlier run in its folder may be moved aside.
 
     Raises:
         `ValueError`: it was trained with another model, data or method, or the folder holds another run.
@@ -64,7 +66,8 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
     checkpoint = resolve(args.resume_from_checkpoint, args.output_dir)
     saved = read_settings(Path(checkpoint).resolve().parent) if checkpoint else {}
     names = [*KEPT, *(name for name in settings if name.startswith("lora_"))]
-    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):  # its rate is a result
+    # These schedules set the rate by what has happened, so it cannot be scaled to another one.
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         names.append("learning_rate")
     differences = []
     for name in names:
@@ -76,13 +79,16 @@ def find_checkpoint(args: OPOConfig, settings: Mapping[str, Any], *, overwrite: 
             f"resume_from_checkpoint={checkpoint!r} belongs to a run with other settings:\n{''.join(differences)}"
             "Set the same values here, or start a new `output_dir` from its weights: set `model_name_or_path` to it."
         )
-    if is_run(Path(args.output_dir)) and not (overwrite or _continues(args, checkpoint)):
+    if is_run(Path(args.output_dir)) and not (overwrite or _run_there_goes_on(args, checkpoint)):
         raise another_run(args.output_dir)
     return checkpoint
 
 
-def _continues(args: OPOConfig, checkpoint: str | None) -> bool:
-    """Whether the run in the folder goes on: from its own checkpoint, or from the beginning if it has none yet."""
+def _run_there_goes_on(args: OPOConfig, checkpoint: str | None) -> bool:
+    """
+    Whether this run is the one in its output folder, and goes on: from a checkpoint there, or, with `"auto"`, from the
+    beginning of an unfinished run that has none yet.
+    """
     folder = Path(args.output_dir)
     if checkpoint is None:
         return args.resume_from_checkpoint == "auto" and not is_finished(folder)
@@ -90,9 +96,12 @@ def _continues(args: OPOConfig, checkpoint: str | None) -> bool:
 
 
 def claim(args: OPOConfig, checkpoint: str | None) -> None:
-    """Move an earlier run, unless it goes on, aside: to the first of `folder-2`, `folder-3` … that is free."""
+    """
+    Make the output folder of a run. An earlier run in it, unless this one continues it, is moved aside, to the first
+    of `folder-2`, `folder-3` … that is free.
+    """
     folder = Path(args.output_dir)
-    if is_run(folder) and not _continues(args, checkpoint):
+    if is_run(folder) and not _run_there_goes_on(args, checkpoint):
         aside = files.free(folder)
         folder.rename(aside)
         logger.warning(f"The earlier run in {str(folder)!r} is now in {str(aside)!r}.")
@@ -102,7 +111,10 @@ def claim(args: OPOConfig, checkpoint: str | None) -> None:
 
 
 def write_description(folder: Path, *, recipe: Mapping[str, Any], settings: Mapping[str, Any], seed: int) -> None:
-    """Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets."""
+    """
+    Write `settings.json`, `recipe.yaml` and `environment.json`, without secrets. The last has what else this run
+    depends on: seed, command, commit, devices and versions.
+    """
     files.write_json(folder / SETTINGS, mask(settings))  # written first, because it makes this folder a run's
     files.write(folder / RECIPE, yaml.safe_dump(mask(recipe), sort_keys=False, allow_unicode=True))
     environment = {
@@ -124,7 +136,11 @@ def _versions() -> dict[str, str]:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Commit of a folder's checkout, with `-dirty` appended if files differ; `None` outside a checkout."""
+    """
+    Commit of a folder's checkout by git, with `-dirty` appended if files differ; `None` outside a checkout, or if git
+    is missing or takes more than 10 seconds.
+    """
+    # Without tags: `--exclude=*` leaves the bare commit.
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         git = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10)

@@ -68,7 +68,8 @@ class Run:
 
 def prepare(argv: Sequence[str]) -> Run:
     """
-    Do everything that comes before the first step.
+    Do everything that comes before the first step: read the recipe, check it, load rewards, data and model, and make
+    the trainer with its callbacks. `argv` are the words of the command line.
 
     Raises:
         `ValueError`, `ImportError`, `OSError`: the run is impossible as requested; no file has been touched.
@@ -76,7 +77,8 @@ def prepare(argv: Sequence[str]) -> Run:
     script, args, model_config, recipe = parse(argv)
     check_packages(args, model_config)
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
-    settings = json.loads(json.dumps(mask(settings), default=str))  # as the run's folder holds them
+    # Without secrets and as JSON, which is how a run's folder holds them, so that both can be compared.
+    settings = json.loads(json.dumps(mask(settings), default=str))
     require(model_config.model_name_or_path is not None, "model_name_or_path", None, "a model")
     has_data = bool(script.dataset_name or args.rollouts)
     require(has_data, "dataset_name", None, "a dataset, or `rollouts` to recorded completions")
@@ -107,15 +109,17 @@ def prepare(argv: Sequence[str]) -> Run:
 
     with args.main_process_first(desc="loading the dataset"):
         data = load_data(script, args, tokenizer)
+    # Recorded rewards are taken as they are: then no function is called.
     has_recorded_rewards = RECORDED in data.training.column_names and recorded.has_rewards(data.training)
     if not has_recorded_rewards:
         check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
     folder = Path(args.output_dir)
     model: Any = path
+    # The plan needs no weights: a folder with a configuration alone will do, of which `shape` makes the model.
     if "--plan" in argv and lacks_weights(path) and get_quantization_config(model_config) is None:
         model = shape(path, trusted | options)
-        args.model_init_kwargs = None  # they have made it
+        args.model_init_kwargs = None  # `shape` has used them; with a model that is made, they have no effect
     trainer = OPOTrainer(
         model=model,
         reward_funcs=reward_funcs,
@@ -142,7 +146,10 @@ def prepare(argv: Sequence[str]) -> Run:
 
 
 def run(ready: Run) -> None:
-    """Train, and measure accuracies before and after."""
+    """
+    Train, measure accuracies before and after, and write the files of the run: its description, the plan, the
+    accuracies, the model and its card.
+    """
     trainer, script, data, checkpoint = ready.trainer, ready.script, ready.data, ready.checkpoint
     args, folder = trainer.args, Path(trainer.args.output_dir)
     summary: dict[str, Any] = {}
@@ -162,10 +169,11 @@ def run(ready: Run) -> None:
     started = time.perf_counter()
     with StopOnSignal(trainer):
         trainer.train(resume_from_checkpoint=checkpoint)
+        # Without the time in which accuracies before training were measured.
         seconds = round(time.perf_counter() - started - before.seconds, 1)
         trainer.save_model(args.output_dir)
     summary["optimizer_steps"] = trainer.state.global_step
-    if not checkpoint:
+    if not checkpoint:  # a resumed run does not know how long the part before took
         summary["train_seconds"] = seconds
     summary["after"] = measure(trainer, data.report, script.report_samples)
     lines = accuracy_lines(accuracies(summary))

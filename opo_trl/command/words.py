@@ -68,12 +68,15 @@ class Words:
 
     def value(self, name: str) -> Any:
         """The value of a field as the command line or else the recipe has it; `None` if it is not set."""
-        return _as_written(self).get(name)
+        return _values_as_written(self).get(name)
 
 
 def read_words(argv: Sequence[str]) -> Words:
-    """Read a command line and its recipe. A `ValueError` if this is no YAML of fields."""
-    options, words = _split(argv)
+    """
+    Read a command line, `[RECIPE] --field value …`, and its recipe, and divide both into fields, options of
+    `accelerate launch` and environment variables. A `ValueError` if the recipe is no YAML of fields.
+    """
+    options, words = _split_off_own_options(argv)
     recipe = {} if options.config is None else read_file(options.config)
     if options.trainer is not None:
         recipe["trainer"] = options.trainer
@@ -81,8 +84,9 @@ def read_words(argv: Sequence[str]) -> Words:
     env = recipe.pop("env", None) or {}
     if not isinstance(env, dict):
         raise ValueError(f"env={env!r} is not allowed. Set `env` to a mapping: `env: {{NAME: value}}`.")
-    of_training, _ = _divided(argv)
-    of_fields, of_accelerate = _divided(words)
+    of_training, _ = _split_off_accelerate(argv)
+    of_fields, of_accelerate = _split_off_accelerate(words)
+    # What is no field has to be an option of accelerate, which is checked later.
     launch = {name: value for name, value in recipe.items() if not _is_field(name)}
     recipe = {name: value for name, value in recipe.items() if name not in launch}
     return Words(options, of_training, of_fields, of_accelerate, recipe, env, launch)
@@ -98,7 +102,7 @@ def check_words(words: Words) -> None:
     problems = problems_of_words(words)
     if problems:
         raise ValueError("\n".join(problems))
-    values = _as_written(words)
+    values = _values_as_written(words)
     folder = str(values.get("output_dir") or "trainer_output")
     may_hold_a_run = "overwrite" in values or "resume_from_checkpoint" in values  # it is checked with all settings
     if not may_hold_a_run and is_run(Path(folder).expanduser()):
@@ -106,34 +110,45 @@ def check_words(words: Words) -> None:
 
 
 def problems_of_words(words: Words) -> list[str]:
-    """What is wrong with the names that a recipe and a command line set, and with numbers."""
+    """
+    What is wrong with a recipe and a command line, in a sentence each: names that are neither fields nor options of
+    `accelerate launch`, and values of number fields that are none or out of range.
+    """
     problems = [
-        f"{words.options.config!r} sets {name}={value}, but there is no such field. {_hint(name)}"
+        f"{words.options.config!r} sets {name}={value}, but there is no such field. {_fix_of_unknown_name(name)}"
         for name, value in words.launch.items()
         if name not in options_of_accelerate()
     ]
-    for name, group in _groups(words.of_fields):
-        if name and not _is_field(name):
-            problems.append(f"{group[0]} is neither a field nor an option of `accelerate launch`. {_hint(name)}")
-    for name, value in _as_written(words).items():
+    for name, group in _options_with_values(words.of_fields):
+        if name and not _is_field(name):  # options of accelerate are not among these words
+            problems.append(
+                f"{group[0]} is neither a field nor an option of `accelerate launch`. {_fix_of_unknown_name(name)}"
+            )
+    for name, value in _values_as_written(words).items():
         problem = number_problem(name, fields()[name], value) if name in fields() else None
         if problem:
             problems.append(problem)
     return problems
 
 
-def _as_written(words: Words) -> dict[str, Any]:
-    """Field → its value as the recipe and the command line over it have it: text, where it is one word."""
+def _values_as_written(words: Words) -> dict[str, Any]:
+    """
+    Field → its value as the recipe and the command line over it have it, without its type: text, or of several words
+    a list.
+    """
     values = dict(words.recipe)
-    for name, group in _groups(words.of_fields):
+    for name, group in _options_with_values(words.of_fields):
         _, has_value, value = group[0].partition("=")
         of_option = [value] if has_value else group[1:]
         values[name] = of_option[0] if len(of_option) == 1 else of_option
     return values
 
 
-def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The command's own options, with the recipe's path as `config`, and the other words."""
+def _split_off_own_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """
+    The options that the command itself reads, with the recipe's path as `config`, and the other words: fields and
+    options of accelerate.
+    """
     parser = argparse.ArgumentParser("opo-trl train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
     parser.add_argument("--trainer")
@@ -149,8 +164,11 @@ def _split(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, words
 
 
-def _groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option with the words up to the next one, and its name; before the first one, the name is empty."""
+def _options_with_values(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """
+    The name of each option, without dashes or value, and its words: the option itself and those up to the next one.
+    Words before the first option come with an empty name.
+    """
     name = ""
     group: list[str] = []
     for word in words:
@@ -163,11 +181,14 @@ def _groups(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield name, group
 
 
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words without those that are options of `accelerate launch`, and these."""
+def _split_off_accelerate(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """
+    The words of a command line without options of `accelerate launch`, and the words of these. A name that is both is
+    a field.
+    """
     of_training: list[str] = []
     of_accelerate: list[str] = []
-    for name, group in _groups(words):
+    for name, group in _options_with_values(words):
         is_of_accelerate = name in options_of_accelerate() and not _is_field(name)
         (of_accelerate if is_of_accelerate else of_training).extend(group)
     return of_training, of_accelerate
@@ -197,6 +218,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise ValueError(f"config={str(path)!r} has no `field: value` lines. Write one field per line.")
     values = {}
+    # Text, so that the field decides on the type; a mapping, `None` and a list of mappings have those of YAML.
     for (name, as_text), value in zip(written.items(), typed.values(), strict=True):
         first = value[0] if isinstance(value, list) and value else value
         has_types = isinstance(first, dict | None)
@@ -211,7 +233,10 @@ def _is_field(name: str) -> bool:
 
 @functools.cache
 def fields() -> Mapping[str, str]:
-    """Field → its type as its declaration has it, of all that a recipe can set."""
+    """
+    Field → its type as its declaration has it, of all that a recipe can set; the types are empty where the fields had
+    to be imported.
+    """
     try:
         return _declared_fields()
     except (OSError, LookupError):  # this release declares them elsewhere: then they have to be imported
@@ -232,7 +257,7 @@ def _declared_fields() -> dict[str, str]:
         `OSError`, `LookupError`: a file, a class or the source of what it is derived from is not where it was.
     """
     types: dict[str, str] = {}
-    known = {"object"}
+    known = {"object"}  # the classes whose fields have been read: any other base could declare more
     for declared in _declarations():
         unknown = {ast.unparse(base) for base in declared.bases} - known
         if unknown:
@@ -248,16 +273,19 @@ def _declarations() -> Iterator[ast.ClassDef]:
     """The source of the classes that [`_DECLARED`] names, in its order."""
     for package, files in _DECLARED.items():
         for file, names in files.items():
-            body = _parsed(package, file).body
+            body = _parsed_source(package, file).body
             classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
             yield from (classes[name] for name in names)
 
 
 @functools.cache
 def options_of_accelerate() -> Mapping[str, bool]:
-    """Option of `accelerate launch` → whether it is a flag, without a value."""
+    """
+    Option of `accelerate launch`, without dashes → whether it is a flag, which has no value; read from the calls of
+    `add_argument` in accelerate's source.
+    """
     is_flag: dict[str, bool] = {}
-    for node in ast.walk(_parsed("accelerate", "commands/launch.py")):
+    for node in ast.walk(_parsed_source("accelerate", "commands/launch.py")):
         if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".add_argument"):
             continue
         actions = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"]
@@ -268,21 +296,24 @@ def options_of_accelerate() -> Mapping[str, bool]:
     return is_flag
 
 
-def _parsed(package: str, file: str) -> ast.Module:
+def _parsed_source(package: str, file: str) -> ast.Module:
     """The source of a file in an installed package, which is not imported."""
     folder = Path(str(find_spec(package).origin)).parent
     return ast.parse((folder / file).read_text(encoding="utf-8"))
 
 
 def launch_words(options: Mapping[str, Any]) -> list[str]:
-    """Options of `accelerate launch`, as a recipe sets them, as words of its command line."""
+    """
+    Options of `accelerate launch` (name → value in a recipe) as words of its command line. A flag stands there if its
+    value is true.
+    """
     flags = {name for name in options if options_of_accelerate()[name]}
     words = [f"--{name}={value}" for name, value in options.items() if name not in flags]
     return words + [f"--{name}" for name in flags if str(options[name]).lower() in ("true", "yes", "t", "y", "1")]
 
 
-def _hint(name: str) -> str:
-    """What to do about a name that is not a field."""
+def _fix_of_unknown_name(name: str) -> str:
+    """What to do about a name that is not a field: what it is called now, or what it may be a misspelling of."""
     if name in _REPLACED:
         return _REPLACED[name]
     near = difflib.get_close_matches(name, {*fields(), *options_of_accelerate()}, n=1)
@@ -290,7 +321,10 @@ def _hint(name: str) -> str:
 
 
 def find_accelerate_config(name: str | None, recipe_path: str | None) -> str | None:
-    """Find an accelerate configuration: a file, relative to here or to the recipe, or the name of one of TRL's."""
+    """
+    The path of an accelerate configuration, `None` if none is named. The name is a file, relative to here or to the
+    recipe, or one of TRL's configurations; a `ValueError` if it is neither.
+    """
     if name is None:
         return None
     of_trl = Path(str(find_spec("trl").origin)).parent / "accelerate_configs" / f"{name}.yaml"

@@ -45,9 +45,9 @@ def _ask_for_sum(numbers: Numbers) -> str:
     return f"{left} + {right} ="
 
 
-def _draw_four(rng: random.Random) -> Numbers:
+def _draw_four_numbers(rng: random.Random) -> Numbers:
     """Four random numbers of one to three digits."""
-    # Numbers of one to three digits, so that often more than one is long.
+    # First the number of digits, or nine of ten numbers would have three.
     numbers = []
     for _ in range(4):
         digits = rng.randint(1, 3)
@@ -62,7 +62,7 @@ def _ask_for_largest(numbers: Numbers) -> str:
 LEVELS = {
     "addition": Task(_draw_summands, _ask_for_sum, answer=sum, worked=((31, 46), (58, 27), (64, 73))),
     "largest": Task(
-        _draw_four,
+        _draw_four_numbers,
         _ask_for_largest,
         answer=max,
         worked=((52, 418, 7, 96), (640, 31, 255, 604), (19, 8, 73, 45)),
@@ -84,6 +84,7 @@ def make_problems(
         if level not in LEVELS:
             raise ValueError(f"levels: {level!r} does not exist. Choose from {[*LEVELS]}.")
         task = LEVELS[level]
+        # The same for all problems of a level: they stand before each as examples.
         worked_lines = "".join(f"{task.ask(numbers)} {task.answer(numbers)}\n" for numbers in task.worked)
         keys_of_worked = set(map(_key, task.worked))
         problems = draw_split(split, level, task.draw, _key, sizes=sizes, seed=SEED, besides=keys_of_worked)
@@ -94,6 +95,7 @@ def make_problems(
 
 
 def _key(numbers: Numbers) -> str:
+    """By what two problems are the same: their numbers, in whatever order."""
     return str(sorted(numbers))
 
 

@@ -40,7 +40,8 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
     """
     name = os.path.expanduser(dataset_name)
     folder = Path(name)
-    for file in (name, *(str(folder / f"{split}{ending}") for ending in _ENDINGS)):
+    files_of_split = [str(folder / f"{split}{ending}") for ending in _ENDINGS]
+    for file in (name, *files_of_split):
         if is_single_file(file):
             return _read(Path(file))
     has_training_file = any((folder / f"train{ending}").is_file() for ending in _ENDINGS)
@@ -51,10 +52,10 @@ def load_rows(dataset_name: str, dataset_config: str | None = None, split: str =
             f"dataset_name={name!r} is a kind of file that is not read. "
             "Load it in a script of yours, and write its rows as JSON lines, to a file that ends in .jsonl."
         )
-    if not _is_saved(folder):
+    if not _is_saved(folder):  # a name on the Hub, or a folder copied from there
         return load_dataset(name, dataset_config, split=split)
     saved = load_from_disk(name)
-    if isinstance(saved, Dataset):
+    if isinstance(saved, Dataset):  # saved without splits
         return saved
     if split not in saved:
         raise ValueError(f"dataset_name={name!r} has no {split=}, but {', '.join(saved)}.")
@@ -68,8 +69,8 @@ def is_single_file(dataset_name: str) -> bool:
 
 def files_of(folder: Path) -> list[Path]:
     """
-    The JSON lines and parquet files in a local folder, in order; none if it has a split `train`, or is the `datasets`
-    library's.
+    The JSON lines and parquet files in a local folder, ordered by name, without hidden ones. None if the folder is a
+    dataset as a whole: with files of a split `train`, or made by `save_to_disk`.
     """
     training_files = [*folder.glob("train.*"), *folder.glob("train-*-of-*")]
     if training_files or _is_saved(folder):
@@ -84,14 +85,17 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _read(file: Path) -> Dataset:
-    """The rows of a file as a dataset; a column that a row lacks is `None`. `ValueError` if it cannot be read."""
+    """
+    The rows of a parquet, table or JSON file, perhaps compressed, as a dataset; a column that a row lacks is `None`.
+    A `ValueError` names a table or JSON file that is not valid, or has rows that are not objects.
+    """
     if file.suffix == ".parquet":
         return Dataset(ParquetFile(file).read())
     content = file.read_bytes()
     if file.suffix == ".gz":
         content = gzip.decompress(content)
     try:
-        text = content.decode("utf-8-sig")  # Windows writes a signature.
+        text = content.decode("utf-8-sig")  # without the byte-order mark that programs on Windows write
         is_table = file.suffix in (".csv", ".tsv")
         rows = _table_rows(text, file.suffix) if is_table else _json_rows(text)
     except (ValueError, csv.Error) as error:
@@ -110,11 +114,11 @@ def _read(file: Path) -> Dataset:
 
 
 def column(values: Sequence[Any]) -> pa.Array:
-    """Values of one type as they are; of several as JSON, so that each keeps its own."""
+    """A column of a dataset. Values of one type stay as they are; of several, each is JSON, which keeps its type."""
     types = {type(value) for value in values}
     types.discard(type(None))
     if len(types) < 2:
-        with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # lists or mappings of several types
+        with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # raised by lists or mappings that hold several types
             return pa.array(values)
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
     encoded = [None if value is None else json.dumps(value) for value in values]
@@ -122,11 +126,15 @@ def column(values: Sequence[Any]) -> pa.Array:
 
 
 def _table_rows(text: str, suffix: str) -> list[dict[str, Any]]:
-    """The rows of a table with a header, all values as text."""
+    """
+    The rows of a table with a header, all values as text. `suffix` is `".csv"` or `".tsv"`. A `csv.Error` for a row
+    with more or fewer values than the header.
+    """
     delimiter = "\t" if suffix == ".tsv" else ","
     table = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows = []
     for row in table:
+        # `DictReader` has surplus values under the name `None`, and `None` as each missing value.
         if None in row or None in row.values():
             raise csv.Error(f"line {table.line_num} does not have one value for each column. Put commas into quotes")
         rows.append(row)
@@ -134,7 +142,10 @@ def _table_rows(text: str, suffix: str) -> list[dict[str, Any]]:
 
 
 def _json_rows(text: str) -> list[Mapping[str, Any]]:
-    """The objects of JSON lines, or of a file that is one JSON list."""
+    """
+    The values of JSON texts one after the other, as in JSON lines, or the items of one JSON list. Whether they are
+    objects is not checked here.
+    """
     decoder = json.JSONDecoder()
     rows = []
     start = _after_space(text, 0)

@@ -57,7 +57,8 @@ def make_problems(
     seeded = {"size": 1, **settings, "seed": seed}
     distinct_levels = dict.fromkeys([None] if levels is None else levels)
     requests = [[task, seeded, level] for level in distinct_levels]
-    # In a process of its own: what some tasks draw depends on the hashes of text, which are fixed when Python starts.
+    # In a process of its own, which runs the end of this file: what some tasks draw depends on the hashes of text,
+    # which are fixed when Python starts.
     process = subprocess.run(
         [sys.executable, "-m", __name__],
         input=json.dumps(requests),
@@ -67,7 +68,7 @@ def make_problems(
         check=False,
     )
     if process.returncode:
-        _, _, last_line = process.stderr.strip().rpartition("\n")
+        _, _, last_line = process.stderr.strip().rpartition("\n")  # of a traceback: the error
         raise ValueError(
             f"dataset_name={name!r} with dataset_settings={dict(settings)!r} and levels={levels!r} cannot be drawn: "
             f"{last_line}."
@@ -94,11 +95,15 @@ def gym_reward(completions: list[Any], task: list[str], entry: list[str], **colu
 
 
 def _answer(completion: Any) -> str | None:
-    """The final answer of a completion; `None` if it has none."""
+    """
+    The final answer of a completion: the text between the last `<answer>` and `</answer>` after its reasoning. Without
+    these, all of a completion of text; `None` of a conversation, where a chat prompt has asked for them.
+    """
     text = without_reasoning(text_of(completion))
     before, _, _ = text.rpartition("</answer>")
     _, opened, answer = before.rpartition("<answer>")
     if opened:
+        # An earlier `</answer>` ends it: `<answer>1</answer> … </answer>` is 1.
         return answer.partition("</answer>")[0].strip()
     if isinstance(completion, str):
         return text.strip() or None
@@ -107,18 +112,24 @@ def _answer(completion: Any) -> str | None:
 
 @functools.lru_cache
 def _scorer(key: str) -> Any:
-    """The dataset of a task, which scores answers; `key` is a row's column `task`."""
+    """
+    The dataset of a task, which scores answers. `key` is a row's column `task`: task, settings and level as JSON, with
+    which the row was drawn.
+    """
     task, settings, level = json.loads(key)
     return _dataset(task, settings, level)
 
 
 def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
-    """Score of an answer by Reasoning Gym, without what the scorer prints; 0 if it raises or is not finite."""
-    forbid()  # after the scorer was imported
+    """
+    Score of an answer by the task's dataset, without what this prints; 0 if it raises or is not finite. `entry` is the
+    problem as reasoning-gym has drawn it, and `None` as answer is scored, too.
+    """
+    forbid()  # answers may be run as Python; only now, because the import of the scorer may do what this forbids
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             score = float(scorer.score_answer(answer, entry))
-    except BaseException as error:  # an answer may be `exit()`
+    except BaseException as error:  # an answer that is run may be `exit()`
         if isinstance(error, MemoryError | KeyboardInterrupt):
             raise
         return 0.0
@@ -129,7 +140,12 @@ def _score(answer: str | None, scorer: Any, entry: dict[str, Any]) -> float:
 
 
 def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
-    """The task's dataset; its entries are drawn when they are asked for."""
+    """
+    The dataset of a task with these settings; its problems are drawn when they are asked for. With a level, each
+    attribute of the task's curriculum is set to it, or to its highest if that is lower.
+
+    A `ValueError` for a level that no attribute has, or settings that the level determines.
+    """
     from reasoning_gym.factory import create_curriculum, create_dataset
 
     if level is None:
@@ -150,9 +166,9 @@ def _dataset(task: str, settings: dict[str, Any], level: str | None) -> Any:
 
 
 def _draw(task: str, settings: dict[str, Any], level: str | None) -> Iterator[dict[str, Any]]:
-    """The rows of [`make_problems`] of a level."""
+    """The rows of [`make_problems`] of a level; `None`: without a curriculum."""
     dataset = _dataset(task, settings, level)
-    key = json.dumps([task, settings, level])
+    key = json.dumps([task, settings, level])  # from which the scorer is made again
     for index in range(len(dataset)):
         entry = _plain(dataset[index])
         solution = entry["answer"]

@@ -28,9 +28,9 @@ EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]]
     "few_shot": few_shot.make_problems,
 }
 
-_PROBLEMS = ("problem", "question", "query", "instruction", "prompt")
+_PROBLEM_COLUMNS = ("problem", "question", "query", "instruction", "prompt")
 # Final answers. A column `solution` holds them too, or text with the answer in a box. The last is verl's.
-_ANSWERS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
+_FINAL_ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
 
 
 def load_problems(
@@ -84,7 +84,10 @@ def draw_or_load(
     levels: Sequence[str] | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> Dataset:
-    """All columns of a dataset; see [`load_problems`] for the arguments. `levels` matter to those that are drawn."""
+    """
+    A dataset with all of its columns: of reasoning-gym, embedded, from a file or from the Hub; see [`load_problems`]
+    for the arguments. Only the first two kinds are drawn by `levels`; of others, [`select`] takes them.
+    """
     if name.startswith(gym.PREFIX):
         return Dataset.from_list(gym.make_problems(name, split, levels, settings or {}))
     if settings is not None:
@@ -95,7 +98,10 @@ def draw_or_load(
 
 
 def has_prompts(rows: Dataset, columns: Mapping[str, str]) -> bool:
-    """Whether a dataset brings prompts for TRL's trainers: a column `prompt`, unless another is the problem."""
+    """
+    Whether a dataset brings prompts for TRL's trainers: it has a column `prompt`, or `columns` (ours → the dataset's)
+    names one, and `columns` does not name the column with the problem.
+    """
     return "problem" not in columns and "prompt" in {*rows.column_names, *columns}
 
 
@@ -110,16 +116,16 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     text after the last `####`, or all of it.
     """
     sources = _sources(rows, columns, asked)
-    missing = [str(theirs or ours) for ours, theirs in sources.items() if not _is_in(rows, theirs)]
+    missing = [str(theirs or ours) for ours, theirs in sources.items() if not _has_column_or_key(rows, theirs)]
     if missing:
         raise ValueError(
             f"the dataset has no column {missing}, only {rows.column_names}. "
             "Rename its columns, or map them: `columns: {problem: …, solution: …}`."
         )
     renamed = {ours: theirs for ours, theirs in sources.items() if ours != theirs}
-    new_columns = {}  # whose values are not those of a column as it is
+    new_columns = {}  # those whose values are computed, while others are renamed
     for ours, theirs in renamed.items():
-        if theirs not in rows.column_names:
+        if theirs not in rows.column_names:  # it leads into a mapping
             new_columns[ours] = _values(rows, theirs)
     if "solution" in renamed or asked == "problem":
         new_columns["solution"] = _solutions(rows, sources["solution"])
@@ -135,14 +141,15 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
 
 def _sources(rows: Dataset, columns: Mapping[str, str], asked: str) -> dict[str, Any]:
     """
-    From which column each of ours comes, for the arguments of [`take`]. `asked` is `"problem"`, whose rows must have a
-    problem and a solution: `None` says that no column was found. Or it is `"prompt"`, whose rows may lack a solution.
+    Our name → the dataset's column with its values. `rows`, `columns` and `asked` are those of [`take`]; `None`:
+    needed, but not there, so `take` raises; prompts need no solution. What `columns` says wins over what is
+    recognized.
     """
     names = rows.column_names
     sources: dict[str, Any] = {}
     if asked == "problem":
-        sources["problem"] = next((name for name in _PROBLEMS if name in names), None)
-        for name in ("level", *gym.SCORED):
+        sources["problem"] = next((name for name in _PROBLEM_COLUMNS if name in names), None)
+        for name in ("level", *gym.SCORED):  # and what reasoning-gym's scorer reads
             if name in names:
                 sources[name] = name
         sources["solution"] = _answer_column(rows)
@@ -155,9 +162,12 @@ def _sources(rows: Dataset, columns: Mapping[str, str], asked: str) -> dict[str,
 
 
 def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, seed: int) -> Dataset:
-    """The rows of some levels, and a fraction of those; see [`load_problems`]."""
+    """
+    The rows of these levels, or of all if `None`, and of those a random subset of `round(fraction * n)`; with the same
+    seed, a larger one contains a smaller one. A `ValueError` if a level is unknown, or no row is left.
+    """
     if levels is not None:
-        problems = _of_levels(problems, levels)
+        problems = _with_level_in(problems, levels)
     size = round(fraction * len(problems))
     if not size:
         raise ValueError(f"fraction={fraction} of {len(problems)} rows leaves none. Use a larger one, or more levels.")
@@ -166,8 +176,11 @@ def select(problems: Dataset, levels: Sequence[str] | None, fraction: float, see
     return problems.shuffle(seed=seed).select(range(size))
 
 
-def _of_levels(problems: Dataset, levels: Sequence[str]) -> Dataset:
-    """The rows of these levels, which may be stored as numbers."""
+def _with_level_in(problems: Dataset, levels: Sequence[str]) -> Dataset:
+    """
+    The rows whose `level` is one of these texts; the dataset may have it as a number. A `ValueError` if no row has one
+    of the levels, or they are no list.
+    """
     stored = problems["level"] if "level" in problems.features else []
     level_of_row = [None if level is None else str(level) for level in stored]
     known = set(level_of_row)
@@ -180,28 +193,34 @@ def _of_levels(problems: Dataset, levels: Sequence[str]) -> Dataset:
 def _answer_column(rows: Dataset) -> str | None:
     """
     The column with the solutions, judged by the first rows: `solution` if all of it has boxes; else the first column
-    of final answers in [`_ANSWERS`]; else `solution` as it is. `None` if there is none of these.
+    of final answers in [`_FINAL_ANSWER_COLUMNS`]; else `solution` as it is. `None` if there is none of these.
     """
     n_looked_at = min(10, len(rows))
     first_rows = rows.select(range(n_looked_at))
     texts = [text for text in _values(first_rows, "solution") if isinstance(text, str)]
     if texts and all(map(find_boxes, texts)):
         return "solution"
-    for name in (*_ANSWERS, "solution"):
-        if _is_in(first_rows, name):
+    for name in (*_FINAL_ANSWER_COLUMNS, "solution"):
+        if _has_column_or_key(first_rows, name):
             return name
     return None
 
 
-def _is_in(rows: Dataset, path: str | None) -> bool:
-    """Whether there is such a column or, after a dot, such a key in a mapping of any row."""
+def _has_column_or_key(rows: Dataset, path: str | None) -> bool:
+    """
+    Whether a dataset has this column or, of a path with a dot, a column of mappings with this key in any row; not if
+    the path is `None`.
+    """
     if path is None:
         return False
     return path in rows.column_names or any(value is not None for value in _values(rows, path))
 
 
 def _values(rows: Dataset, path: str) -> list[Any]:
-    """A column; a dot leads into mappings, and to `None` where there are none."""
+    """
+    The values of a column, or of a key in a column of mappings (`reward_model.ground_truth`): `None` in rows without
+    this key, and an empty list without such a column.
+    """
     if path in rows.column_names:
         return rows[path][:]
     outer, *inner = path.split(".")
@@ -212,14 +231,17 @@ def _values(rows: Dataset, path: str) -> list[Any]:
 
 
 def _solutions(rows: Dataset, path: str) -> list[Any]:
-    """Solutions: numbers as text, also the only one of a list; under another name, their final answers."""
-    solutions = map(_as_text, _values(rows, path))
+    """
+    The column of solutions: numbers, and lists of one, as text. If it is not called `solution`, each text is reduced
+    to its final answer.
+    """
+    solutions = map(_number_as_text, _values(rows, path))
     if path == "solution":
         return list(solutions)
     return [_final(text) if isinstance(text, str) else text for text in solutions]
 
 
-def _as_text(solution: Any) -> Any:
+def _number_as_text(solution: Any) -> Any:
     """A number, or the only one of a list, as text; anything else as it is."""
     if isinstance(solution, list) and len(solution) == 1:
         solution = solution[0]
@@ -229,5 +251,8 @@ def _as_text(solution: Any) -> Any:
 
 
 def _final(answer: str) -> str | None:
-    """The final answer of a text: what is in its last box, the text after `####`, or all of it."""
-    return final_answer(answer) if find_boxes(answer) else answer.rpartition(MARK)[2].strip()
+    """The final answer of a text: what is in its last box, the text after the last `####`, or all of it."""
+    if find_boxes(answer):
+        return final_answer(answer)
+    _, _, after_mark = answer.rpartition(MARK)
+    return after_mark.strip()

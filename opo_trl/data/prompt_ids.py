@@ -26,8 +26,11 @@ class PromptsOfRows(NamedTuple):
     ids: list[list[int]]
 
     def tokens_of(self, prompts: list[Any]) -> list[list[int]]:
-        """The tokens of these prompts: all in their order, or some of them."""
-        if prompts == self.prompts:
+        """
+        A copy of the tokens of each of these prompts, which are all of the round or some of them. A `ValueError` for a
+        prompt that is not of the round.
+        """
+        if prompts == self.prompts:  # equal prompts may have different tokens, as of other tools
             return [list(ids) for ids in self.ids]
         tokens = []
         for prompt in prompts:
@@ -73,7 +76,7 @@ def check(trainer: Any, dataset: Any) -> None:
         "chat_template_kwargs": trainer.chat_template_kwargs,
         "remove_unused_columns": trainer.args.remove_unused_columns,
         "images": images,
-    }
+    }  # what would add to the prompts' tokens, replace them or remove their column: name → its value
     for name, value in obstacles.items():
         if value:
             raise ValueError(
@@ -90,7 +93,10 @@ def check(trainer: Any, dataset: Any) -> None:
 
 
 def _check_tokens(trainer: Any, dataset: Dataset) -> None:
-    """Check that the tokens of prompts can be tokens of the model, and look like their text."""
+    """
+    Check that the tokens of prompts are in the model's vocabulary and, of the first rows, that at least half decode to
+    a text with the prompt's last message in it: those of another tokenizer do not.
+    """
     tokenizer = trainer.processing_class
     n_tokens = trainer.model.config.get_text_config().vocab_size
     for row, ids in enumerate(dataset[PROMPT_IDS], 1):
@@ -102,6 +108,7 @@ def _check_tokens(trainer: Any, dataset: Dataset) -> None:
     first_rows = dataset.select(range(min(_CHECKED_ROWS, len(dataset))))
     n_alike = 0
     for row in first_rows:
+        # Templates change white space, and some also the text: a part of the rows may differ.
         text = without_white_space(tokenizer.decode(row[PROMPT_IDS]))
         n_alike += without_white_space(_last_text(row["prompt"])) in text
     if n_alike < len(first_rows) / 2:
@@ -112,7 +119,7 @@ def _check_tokens(trainer: Any, dataset: Dataset) -> None:
 
 
 def _last_text(prompt: Any) -> str:
-    """The text of a prompt, or of its last message that has some."""
+    """A prompt of text as it is; of a conversation, the last `content` that is text, or nothing if there is none."""
     if isinstance(prompt, str):
         return prompt
     texts = [message["content"] for message in prompt if isinstance(message.get("content"), str)]

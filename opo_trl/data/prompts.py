@@ -49,10 +49,10 @@ def to_prompts(dataset: Dataset, *, style: Style = "chat", instruction: str = IN
     Raises:
         `ValueError`: if no row can be used.
     """
-    is_scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym
+    is_scored_elsewhere = "entry" in dataset.column_names  # by reasoning-gym, which reads this column, no solution
     needs_box = style == "chat" and any(map(_has_box, dataset["solution"]))
     rows = []
-    unusable = {}
+    unusable = {}  # index of a row → its problem, for the warning
     for index, row in enumerate(dataset):
         problem = row.pop("problem")
         messages = problem if is_chat(problem) else [{"role": "user", "content": problem}]
@@ -79,13 +79,17 @@ def _has_text(value: Any) -> bool:
 
 
 def _answer(solution: Any, *, needs_box: bool) -> str | None:
-    """The final answer of a solution, or all of it if it has no box and needs none; `None` without an answer."""
+    """
+    The final answer of a solution: what is in its last box or, if it has none and needs none, all of it. `None` if
+    that is empty or no text.
+    """
     if needs_box or _has_box(solution):
         solution = final_answer(solution) if isinstance(solution, str) else None
     return solution if _has_text(solution) else None
 
 
 def _with_instruction(messages: list[dict[str, Any]], instruction: str) -> list[dict[str, Any]]:
+    """A conversation with the instruction, unless it is empty, after a blank line at the end of its last message."""
     *earlier, last = messages
     content = f"{last['content']}\n\n{instruction}" if instruction else last["content"]
     return [*earlier, {**last, "content": content}]
@@ -108,12 +112,16 @@ def without_overlap(held_out: Dataset, training: Dataset) -> Dataset:
 def tokenize_prompts(
     prompts: list[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: dict[str, Any] | None = None
 ) -> list[list[int]]:
-    """Tokens of each prompt as the model gets it; see [`drop_long_prompts`] for the arguments."""
+    """
+    Tokens of each prompt as the model gets it: a text as it is, a conversation by the chat template, which
+    `chat_template_kwargs` are for. The prompts are all of one kind.
+    """
     options = {"add_generation_prompt": True, "tokenize": False, **(chat_template_kwargs or {})}
     texts = []
     for prompt in prompts:
         is_text = isinstance(prompt, str)
         texts.append(prompt if is_text else tokenizer.apply_chat_template(prompt, **options))
+    # A chat template has written the special tokens into its text; a prompt of text gets those of the tokenizer.
     return tokenizer(text=texts, add_special_tokens=isinstance(prompts[0], str))["input_ids"]
 
 
@@ -143,8 +151,8 @@ def drop_long_prompts(
 
 def _without(dataset: Dataset, dropped: dict[int, str], why: str) -> Dataset:
     """
-    The dataset without the rows in `dropped`. A warning counts these and shows the first; if none is left, an error
-    does.
+    The dataset without the rows in `dropped` (index → what to show of the row), which `why` says what is wrong with. A
+    warning counts these and shows the first; if no row is left, a `ValueError` does.
     """
     if dropped:
         first, *_ = dropped.values()
@@ -156,6 +164,9 @@ def _without(dataset: Dataset, dropped: dict[int, str], why: str) -> Dataset:
 
 
 def shown(prompt: Any) -> str:
-    """A prompt or problem in a message: its row is no longer that of a file once rows are selected or shuffled."""
+    """
+    The first 60 characters of a prompt or problem, or of its last message, for a warning or error. Not its row: that
+    is no longer the row of a file once rows are selected or shuffled.
+    """
     text = prompt[-1].get("content") if is_chat(prompt) else prompt
     return repr(str(text)[:60])

@@ -32,7 +32,7 @@ from typing import Any
 
 HEADROOM = 0.1  # share of the device, for what is not computed here
 
-_ASLEEP = 0.1  # vLLM's documentation: sleeping frees "up to 90%+" of what the engine holds
+_HELD_ASLEEP = 0.1  # vLLM's documentation: sleeping frees "up to 90%+" of what the engine holds
 _TILE = (4096, 32768)  # tokens and words of the tiles in which TRL's fused LM head makes logits
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")  # with the layers that `_layer` counts
@@ -102,7 +102,10 @@ class Run:
 
     @property
     def copies(self) -> bool:
-        """Whether every linear layer keeps a cast of its input; sharded weights come gathered, in that dtype."""
+        """
+        Whether every linear layer keeps a cast of its input, since products have fewer bytes than its weights. Not
+        under ZeRO-3 and FSDP2, where gathered weights come in the dtype of products.
+        """
         width = self.weights if self.full else self.trained_width
         return self.sharding not in ("zero3", "fsdp2") and self.compute < width
 
@@ -113,22 +116,25 @@ def memory_plan(run: Run) -> dict[str, dict[str, float]]:
     are `"generation"`, `"optimizer step"`, and two of a backward pass while the gradients of earlier micro-batches are
     held, `"LM head"` and `"layers"`.
     """
-    shape, c = run.shape, run.compute
+    shape, c = run.shape, run.compute  # c: bytes of an element in matrix products
     weights_are_sharded = run.sharding in ("zero3", "fsdp2")
     held, update, step = _states(run)
     held["weights"] = run.total / run.processes if weights_are_sharded else run.total
     held["reference model"] = held["weights"] if run.reference else 0.0
     awake = {"vLLM": run.vllm}
-    asleep = {"vLLM": run.vllm * _ASLEEP} if run.vllm_sleeps else awake
+    asleep = {"vLLM": run.vllm * _HELD_ASLEEP} if run.vllm_sleeps else awake
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:
         if run.sharding == "zero3":
-            update["gathered weights"] = min(1, run.live / run.parameters) * run.total
+            update["gathered weights"] = (
+                min(1, run.live / run.parameters) * run.total
+            )  # at most `live` elements at once
         elif run.sharding == "fsdp2":
-            embeddings = (2 - shape.tied) * shape.embedding
+            embeddings = (2 - shape.tied) * shape.embedding  # tied, embedding and LM head are one matrix
             update["gathered weights"] = c * (embeddings + 3 * shape.layer_weights)
         for moment, parts in _activations(run, shape).items():
             plan[moment] = held | update | asleep | parts
+        # A key and a value in each layer.
         bytes_per_token = 2 * shape.layers * shape.key * run.weights
         plan["generation"]["KV cache"] = bytes_per_token * run.generated_rows * run.length
     if run.sharding == "zero3" and run.generated_rows:
@@ -137,15 +143,19 @@ def memory_plan(run: Run) -> dict[str, dict[str, float]]:
 
 
 def _without_zeros(components: dict[str, float]) -> dict[str, float]:
+    """The components that hold any bytes."""
     return {name: size for name, size in components.items() if size}
 
 
 def _states(run: Run) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """The table above without the weights: held always, during an update, and during its optimizer step."""
-    trained, b = run.trained, run.trained_width
+    """
+    Bytes of gradients, optimizer and DDP's or ZeRO's buckets in one process, by component, as in the table of this
+    file: what is held always, what comes to that in forward and backward passes, and what in the optimizer step.
+    """
+    trained, b = run.trained, run.trained_width  # number of trained parameters, and bytes of each
     part = trained / run.processes
-    moments = run.moments
-    if moments is None:
+    moments = run.moments  # bytes of optimizer state per trained parameter
+    if moments is None:  # AdamW has two: float32 under ZeRO, and else as wide as the parameters
         moments = 8 if run.sharding.startswith("zero") else 2 * b
     if run.sharding in ("none", "ddp"):
         gradients = {"gradients": trained * b}
@@ -154,27 +164,31 @@ def _states(run: Run) -> tuple[dict[str, float], dict[str, float], dict[str, flo
     if run.sharding == "fsdp2":
         gradients = {"gradients": max(run.compute * trained, b * part)}
         return {"optimizer": part * moments}, gradients, {"gradients": b * part}
-    always = {"optimizer": part * (4 + moments)}
+    always = {"optimizer": part * (4 + moments)}  # 4: ZeRO's copy of the parameters in float32
     buckets = (run.bucket + min(run.bucket, trained)) * b
     flat_width = 4 + b if b < 4 else 4  # A copy in the gradients' dtype, and one in float32 if that is another.
     flat = {"float32 gradients": flat_width * part}
     if run.sharding == "zero3":
         return always | {"gradients": b * part, "buckets": run.bucket * b}, {"buckets": buckets}, flat
-    held_gradients = trained if run.sharding == "zero1" else 2 * part
+    held_gradients = trained if run.sharding == "zero1" else 2 * part  # ZeRO-2: the accumulated and the new ones
     during = {"gradients": b * held_gradients, "buckets": buckets}
     return always, during, {"gradients": b * part} | flat
 
 
 def _activations(run: Run, d: Decoder) -> dict[str, dict[str, float]]:
-    """Bytes that an update adds to the states, at the LM head and in the layers: moment → component → bytes."""
-    tokens, w = run.rows * run.length, run.weights
-    stored, in_use = _layer(run, d)
+    """
+    Bytes that the forward and backward pass of a micro-batch add to what is held, at their two peaks, `"LM head"` and
+    `"layers"`: peak → component → bytes. `d` is the shape of the model.
+    """
+    tokens, w = run.rows * run.length, run.weights  # of a micro-batch; w: bytes of an element of the residual stream
+    stored, in_use = _layer(run, d)  # per token: kept for the backward pass, and besides at its peak
     forward, backward, pending = _head(run, d)
     # Casts of float32 weights under autocast live as long as the forward pass, or as the activations that it keeps.
     casts = run.compute * d.layer_weights if run.copies and run.full else 0
+    # The attention mask of a micro-batch, a byte for each pair of tokens of a row.
     mask = float(tokens * run.length if d.attention == "sdpa" else 0)
     if run.checkpointing:
-        checkpoint = w * d.hidden
+        checkpoint = w * d.hidden  # bytes per token; a layer is computed again from it, and so holds its all only then
         # The checkpoint is the layer's input, which the norm of a float32 model uses without a copy.
         counted_twice = checkpoint if w == 4 else 0
         layer = tokens * (stored + in_use - counted_twice) + casts
@@ -191,14 +205,18 @@ def _activations(run: Run, d: Decoder) -> dict[str, dict[str, float]]:
 
 
 def _layer(run: Run, d: Decoder) -> tuple[float, float]:
-    """Bytes per token that one layer keeps for its backward pass, and those in use besides at its peak."""
+    """
+    Bytes per token that one layer keeps for its backward pass, and those in use besides at the peak of this pass. `d`
+    is the shape of the model.
+    """
+    # Bytes of an element of the residual stream and in matrix products; all weights are trained; tokens of a row.
     w, c, full, length = run.weights, run.compute, run.full, run.length
     # The input of both norms in float32: a copy of it, or the residual stream itself.
     norms = 8 * d.hidden
-    normalized = 2 * w * d.hidden if full else 0
+    normalized = 2 * w * d.hidden if full else 0  # for the gradient of the norms' weights
     outputs = (5 if run.copies else 2) * c * d.hidden
     heads = 0
-    if d.normalized_heads:
+    if d.normalized_heads:  # Qwen3 has norms of queries and keys, too
         heads = (4 + c if full else 4) * (d.query + d.key)
     # With a mask, keys and values are repeated for every head; only flash attention reads them as groups.
     keys = d.key if d.attention.startswith("flash") else d.query
@@ -206,7 +224,7 @@ def _layer(run: Run, d: Decoder) -> tuple[float, float]:
     if run.copies and not full:
         attention += c * d.query
     mask = c * length if d.attention == "sdpa" else 0  # the mask as numbers that are added to scores
-    mlp = 4 * c * d.intermediate
+    mlp = 4 * c * d.intermediate  # gate, its activation, the other factor, and their product
     # In the MLP's backward pass: gradients of both factors, and of the residual stream.
     in_use = 2 * c * d.intermediate + w * d.hidden
     if run.copies and not full:
@@ -217,18 +235,21 @@ def _layer(run: Run, d: Decoder) -> tuple[float, float]:
 def _head(run: Run, d: Decoder) -> tuple[float, float, float]:
     """
     Bytes of the final norm and TRL's fused LM head in the forward pass and at the peak of the backward pass, and of
-    the gradient that a tied head holds until the embedding adds its own.
+    the gradient that a tied head holds until the embedding adds its own. `d` is the shape of the model.
     """
-    w, c = run.weights, run.compute
+    w, c = run.weights, run.compute  # bytes of an element of the residual stream, and in matrix products
     full = run.full
     tokens = run.rows * run.length
+    # Tokens whose log-probabilities are computed: without Triton, those of prompts, too.
     scored = run.rows * (run.completion if run.fused_kernels else max(run.length - 1, 0))
+    # Bytes per element: the norm's input in float32 and, if the norm is trained, what it made of it.
     norm_width = 4 + w if full else 4
     norm = norm_width * d.hidden * tokens + w * d.hidden * scored
-    tile_tokens, tile_words = _TILE
+    tile_tokens, tile_words = _TILE  # logits are made tile by tile, never all at once
     chunk = min(scored, tile_tokens)
     width = min(d.vocabulary, tile_words)
-    tile = c * chunk * tile_words
+    tile = c * chunk * tile_words  # logits
+    # The part of the head's weights for a tile, cast if autocast computes in fewer bytes.
     weight_tile = c * width * d.hidden if c < w else 0
     weight = d.embedding if full else 0
     inputs_and_weight = d.hidden * scored + weight

@@ -52,11 +52,13 @@ def place_of(trainer: Any) -> Place:
 
 def training_plan(trainer: Any, place: Place | None = None) -> str:
     """
-    Describe a run about to start, one line per subject, without a head, where the trainer is or in another `place`.
-    What cannot be said of its memory never ends a run.
+    Describe a run about to start, where the trainer is or in another `place`, in lines that begin with their subject:
+    rollout, updates, policy, objective, and where it applies, sampling, memory and devices. If the memory cannot be
+    computed, a warning says why.
     """
     args = trainer.args
     passes = args.num_iterations
+    # Their product is the number of completions of an optimizer step.
     sizes = (args.world_size, args.gradient_accumulation_steps, args.per_device_train_batch_size)
     updates = (
         f"{args.optimizer_steps_per_rollout:g} optimizer steps per rollout, {math.prod(sizes)} completions each "
@@ -73,7 +75,7 @@ def training_plan(trainer: Any, place: Place | None = None) -> str:
         "policy": _policy(args),
         "objective": trainer.policy_objective.describe_objective(),
     }
-    cut_off = _cut_off(args)
+    cut_off = _fields_that_cut_off_tokens(args)
     if cut_off and args.use_vllm and args.vllm_importance_sampling_correction:
         lines["sampling"] = (
             f"{cut_off} with vLLM's correction: a completion's weight is too small, by the probability that is cut "
@@ -92,7 +94,7 @@ def training_plan(trainer: Any, place: Place | None = None) -> str:
 
 
 def _rollout(trainer: Any) -> str:
-    """How many completions a rollout has, and where they are from."""
+    """How many prompts and completions a rollout has, and whether these are recorded or generated, and by what."""
     args = trainer.args
     if args.rollouts is not None:
         first_completion = trainer.train_dataset[0][RECORDED][0]
@@ -107,7 +109,7 @@ def _rollout(trainer: Any) -> str:
 
 
 def _policy(args: Any) -> str:
-    """In which optimizer steps the policy has moved since its rollout."""
+    """In which optimizer steps the policy is no longer the one that wrote the completions ("off-policy")."""
     if args.is_on_policy:
         return "on-policy: the log-ratio is 0 in every optimizer step, so a χ² term has no effect"
     if args.rollouts is not None or args.prefetch_rollouts:
@@ -115,9 +117,10 @@ def _policy(args: Any) -> str:
     return "off-policy after the first optimizer step of a rollout"
 
 
-def _cut_off(args: Any) -> str:
-    """The fields that exclude unlikely tokens from sampling; empty if none does."""
+def _fields_that_cut_off_tokens(args: Any) -> str:
+    """The fields that exclude unlikely tokens from sampling, as text such as `top_p=0.9`; empty if none does."""
     neutral_values = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+    # `generation_kwargs` win over the fields, as in generation.
     fields = {name: getattr(args, name) for name in neutral_values} | (args.generation_kwargs or {})
     excluding = [name for name, neutral in neutral_values.items() if fields[name] not in neutral]
     return ", ".join(f"{name}={fields[name]}" for name in excluding)
@@ -128,7 +131,7 @@ def _memory(trainer: Any, place: Place) -> str:
     is_for_any_device = place.on_gpu and place.device_bytes is None
     if is_for_any_device:
         place = replace(place, device_bytes=_smallest_device(trainer, place))
-    plan = memory_plan(trainer, place)
+    plan = memory_plan(trainer, place)  # moment of a step → component → bytes
     device_bytes = place.device_bytes
     totals = {moment: sum(components.values()) for moment, components in plan.items()}
     moment = max(totals, key=totals.__getitem__)
@@ -150,7 +153,7 @@ def _memory(trainer: Any, place: Place) -> str:
             lines.append(f"fits, with {free}")
         else:
             lines.append(f"WARNING: does not leave {free}; see docs/performance.md")
-    indented = "\n" + 13 * " "
+    indented = "\n" + 13 * " "  # under the text of the plan's first line, after its subject
     return indented.join(lines)
 
 
@@ -172,7 +175,10 @@ def _smallest_device(trainer: Any, place: Place) -> int:
 
 
 def most_rows(args: Any, tokens: int) -> int:
-    """Completions in the micro-batch with the most tokens, if each has at most so many with its prompt."""
+    """
+    Number of completions in the micro-batch with the most tokens, if each has at most `tokens` with its prompt: all
+    rows of a device, or as many as reach `max_tokens_per_micro_batch`.
+    """
     budget = args.max_tokens_per_micro_batch
     if budget is None:
         return args.per_device_train_batch_size
@@ -180,7 +186,10 @@ def most_rows(args: Any, tokens: int) -> int:
 
 
 def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str, float]]:
-    """[`forecast.memory.memory_plan`] of a trainer whose model has not been wrapped yet, as in [`training_plan`]."""
+    """
+    Bytes that one process will hold at each moment of a run, moment → component → bytes, from a trainer whose model
+    has not been wrapped yet: [`forecast.memory.memory_plan`] of its fields, where it is or in another `place`.
+    """
     args, model = trainer.args, trainer.model
     place = place or place_of(trainer)
     sharding, autocast, zero = place.sharding, place.autocast, place.zero
@@ -188,10 +197,10 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
     prompt, completion = _longest_tokens(trainer)
     # DeepSpeed casts the model. FSDP2 casts the weights that it gathers, and keeps the trained ones in float32.
     trained_in_float32 = autocast and sharding == "fsdp2"
-    width = 2 if autocast else 4
+    width = 2 if autocast else 4  # bytes of an element of the weights, where a library casts them
 
     def size(p: Any) -> tuple[int, float]:
-        """Elements and bytes. Under ZeRO-3 a parameter is empty, but knows its full size."""
+        """Elements of a parameter, and its bytes in training. Under ZeRO-3 it is empty, but knows its full size."""
         n = getattr(p, "ds_numel", p.numel())
         if has_zero and p.is_floating_point():
             return n, n * width
@@ -199,9 +208,10 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
 
     n_all, all_bytes = _sum_of_pairs(size(p) for p in model.parameters())
     n_trained, trained_bytes = _sum_of_pairs(size(p) for p in model.parameters() if p.requires_grad)
-    if not has_zero and not trained_in_float32:
+    if not has_zero and not trained_in_float32:  # no library casts them
         width = model.get_input_embeddings().weight.element_size()
     trained_width = trained_bytes / n_trained
+    # Bytes of optimizer state per trained parameter
     if args.optim == "sgd":
         moments = 0.0
     elif "8bit" in args.optim:
@@ -211,7 +221,7 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
     bucket = zero.get("reduce_bucket_size", 5e8)
     if bucket == "auto":  # Transformers fills in the square of the model's width.
         bucket = model.config.get_text_config().hidden_size ** 2
-    vllm = 0.0
+    vllm = 0.0  # bytes that a vLLM in this process holds
     if trainer.use_vllm and trainer.vllm_mode == "colocate":
         vllm = args.vllm_gpu_memory_utilization * (place.device_bytes or 0)
     generated_rows = 0
@@ -245,13 +255,16 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
 
 
 def _sum_of_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[int, float]:
-    """The sum of the first elements, and that of the second ones."""
+    """The sum of the first elements of pairs, and that of the second ones."""
     firsts, seconds = zip(*pairs, strict=True)
     return sum(firsts), sum(seconds)
 
 
 def _sharding(trainer: Any) -> str:
-    """How weights and states are divided, as `memory.Run.sharding`."""
+    """
+    How weights and states are divided over processes: `"zero1"`, `"zero2"`, `"zero3"`, `"fsdp2"`, or not at all in
+    `"ddp"` and, in one process, `"none"`.
+    """
     accelerator = trainer.accelerator
     if trainer.is_deepspeed_enabled:
         stage = accelerator.state.deepspeed_plugin.zero_stage
@@ -264,8 +277,9 @@ def _sharding(trainer: Any) -> str:
 
 def _longest_tokens(trainer: Any) -> tuple[int, int]:
     """
-    Most tokens of a prompt, as the model gets it, and of a completion, which only recorded rollouts tell; 0 for
-    completions without a limit in a model without one, for a stream, and for environments that make their own prompts.
+    Most tokens of a prompt, as the model gets it, and of a completion, each rounded up to `pad_to_multiple_of`. For
+    recorded rollouts they are the longest ones; otherwise a completion may reach its limit. 0 where nothing says it:
+    completions without any limit, prompts of a stream or of environments that make their own.
     """
     args, data = trainer.args, trainer.train_dataset
     # Recurrent models have no limit.
@@ -277,7 +291,7 @@ def _longest_tokens(trainer: Any) -> tuple[int, int]:
     if args.rollouts is not None:
         prompt = _longest_recorded(data, "prompt_ids")
         completion = _longest_recorded(data, "completion_ids")
-    if args.vllm_max_model_length:
+    if args.vllm_max_model_length:  # prompt and completion together are at most this long
         prompt = limit - completion
     elif not prompt and isinstance(data, Dataset) and "prompt" in data.column_names:
         prompt = _longest_prompt(trainer, data)
@@ -290,7 +304,10 @@ def _rounded_up(tokens: int, multiple: int) -> int:
 
 
 def _longest_recorded(data: Dataset, column: str) -> int:
-    """Tokens of the longest entry of a column of recorded rollouts; 0 where they do not have it."""
+    """
+    Tokens of the longest entry of a column of recorded rollouts, such as `"completion_ids"`; 0 if they do not have it.
+    Each row has a list of completions, whose columns these are. Arrow counts, without making lists of Python.
+    """
     longest = 0
     for batch in data.select_columns(RECORDED).with_format("arrow").iter(1_000):
         completions = compute.list_flatten(batch[RECORDED])
@@ -302,7 +319,11 @@ def _longest_recorded(data: Dataset, column: str) -> int:
 
 
 def _longest_prompt(trainer: Any, data: Dataset) -> int:
-    """Tokens of the prompt with the longest text; with images, which take most tokens, of the first 32 prompts."""
+    """
+    Most tokens of a prompt, of the first 10,000: of those with tokens in the dataset, the most; of others, the tokens
+    of the longest text; and of conversations for a model with images, which take most tokens, the most of the first
+    32.
+    """
     template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
     if PROMPT_IDS in data.column_names:
         return max(map(len, data.select_columns(PROMPT_IDS)[:10_000][PROMPT_IDS]))
@@ -312,7 +333,7 @@ def _longest_prompt(trainer: Any, data: Dataset) -> int:
     if not has_images or isinstance(longest, str):
         ids = tokenize_prompts([longest], trainer.processing_class, template)
         return len(ids[0])
-    rows: Any = [{"prompt": longest}]
+    rows: Any = [{"prompt": longest}]  # without images, the longest text alone
     if "image" in data.column_names or "images" in data.column_names:
         n_rows = min(len(data), 32)
         rows = data.select(range(n_rows))
@@ -335,7 +356,7 @@ def _images(row: dict[str, Any]) -> list[Any]:
 
 
 def _device_bytes(trainer: Any) -> int | None:
-    """Memory that a process can use; `None` if it is not known."""
+    """Bytes of memory that a process can use: its GPU's, or its share of the machine's; `None` if not known."""
     device = trainer.accelerator.device
     if device.type == "cpu":  # which the processes of this machine share
         n_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

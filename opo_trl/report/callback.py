@@ -31,7 +31,7 @@ class Diagnose(TrainerCallback):
             self._print(args, state)
 
     def _print(self, args: Any, state: Any) -> None:
-        """Print what is wrong with the run so far, on the main process."""
+        """Print, on the main process, the verdict on the run so far, and a line for each one that is not healthy."""
         self.printed = state.global_step
         if state.is_world_process_zero:
             verdicts = judge(entries([numbers(row) for row in state.log_history]), vars(args))

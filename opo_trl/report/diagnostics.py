@@ -36,8 +36,8 @@ class Diagnostic:
     wrong: tuple[float, float] = (-math.inf, math.inf)  # outside of these, the run no longer learns
 
     def range(self) -> str:
-        """The values within the bounds, in words."""
-        if self.fact == "rise":  # measured in units of its margin
+        """The healthy values of this diagnostic, in words."""
+        if self.fact == "rise":  # of the reward, in units of the ± of its trend; its lower bound is 1
             return "a rise of at least its ±"
         if math.isinf(self.high):
             bounds = f"at least {self.low:g}"
@@ -49,7 +49,10 @@ class Diagnostic:
 
 
 def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
-    """The table for a run with these settings."""
+    """
+    The diagnostics for a run with these settings, which decide some bounds, and which diagnostics say nothing of it.
+    Without a setting, its default counts.
+    """
     group_size = settings.get("num_generations") or 8
     most_chi2 = settings.get("chi2_radius") or 0.7
     # Replay bounds the weights of old completions, and healthy runs have 0.2 to 0.5.
@@ -59,7 +62,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     most_clipped = 0.5 if clips_sequences else 0.01
     # What is cut off after the first line is not read.
     most_truncated = 1.0 if settings.get("reward_funcs") == ["first_line_reward"] else 0.2
-    lost_by_truncation = max(most_truncated, 0.5)
+    lost_by_truncation = max(most_truncated, 0.5)  # with a larger share, a run that does not learn is "wrong"
     table = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
@@ -166,7 +169,7 @@ _ADVICE = {
 }
 
 
-_NO_GRADIENT = (
+_REMEDY_OF_NO_GRADIENT = (
     "Either no group has different rewards, or recorded log-probabilities are not those of sampling: zeros that were "
     "filled in leave completions without weight."
 )
@@ -211,7 +214,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     `on_policy`: those of optimizer steps in which the policy is still the one that generated the rollout.
     `generated`: completions generated in the run; NaN if not logged.
     """
-    tenth = min(max(len(values) // 10, 3), len(values))
+    tenth = min(max(len(values) // 10, 3), len(values))  # number of values at either end: a tenth, and at least 3
     first = _median(values[:tenth])
     last = _median(values[-tenth:])
     median = _median(values)
@@ -225,7 +228,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
     # median.
     changes = np.abs(np.diff(values))
     noise = float(np.mean(changes)) if len(values) > 1 else 0.0
-    if last < median - 2.5 * noise / tenth**0.5:  # It has fallen at the end.
+    if last < median - 2.5 * noise / tenth**0.5:  # It has fallen at the end, whatever the trend of the whole is.
         rise = min(rise, -1.0)
     return {
         "first": first,
@@ -234,7 +237,7 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "ratio": _ratio(last, start) if len(values) >= _FEWEST_OF_A_TREND else math.nan,
         "mean": float(np.mean(values)),
         "median": median,
-        "left": 1 + median,
+        "left": 1 + median,  # of a residual that is 0 where nothing is lost, and -1 where all is
         "low": float(np.quantile(values, 0.1)),
         "most": max(values),
         "total": sum(values),
@@ -258,10 +261,13 @@ def _ratio(value: float, other: float) -> float:
 
 
 def trend(values: Sequence[float]) -> tuple[float, float]:
-    """Change along the least-squares line from the first value to the last, and half of its 95 % t interval."""
+    """
+    Change along the least-squares line from the first value to the last, and half the width of its 95 % t interval;
+    both are NaN with fewer than 6 values, and 0 if all are equal.
+    """
     n = len(values)
     if n > 1 and np.ptp(values) == 0:
-        return 0.0, 0.0  # rounding would leave a slope
+        return 0.0, 0.0  # without this, rounding would leave a small slope
     if n < _FEWEST_OF_A_TREND:
         return math.nan, math.nan
     line = stats.linregress(np.linspace(-0.5, 0.5, n), values)
@@ -275,10 +281,10 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     one for the validation.
     """
     rewards = values_of(finite(log, "reward"))
-    learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1
+    learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1  # the reward has risen by more than its ±
     # An entry without a finite reward says nothing of the variance in groups.
     with_reward = [entry for entry in log if "reward" not in entry or math.isfinite(number(entry, "reward"))]
-    verdicts = [_not_finite(log, metric) for metric in _NOT_FINITE]
+    verdicts = [_verdict_on_nan(log, metric) for metric in _REMEDIES_OF_NAN]
     for diagnostic in diagnostics(settings):
         if diagnostic.name == "groups":
             if learns:  # Then groups have no variance because most problems are solved.
@@ -290,14 +296,17 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     return [verdict for verdict in verdicts if verdict is not None]
 
 
-_NOT_FINITE = {
+_REMEDIES_OF_NAN = {
     "reward": "Fix the reward function, or the solutions: it returns `None` where it cannot read one.",
     "grad_norm": "Lower `learning_rate`, and use bfloat16 instead of float16. Go back to a checkpoint from before.",
 }
 
 
-def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
-    """A verdict on a metric that is not a number in some entries of a log; `None` if it always is one."""
+def _verdict_on_nan(log: Sequence[Entry], metric: str) -> Verdict | None:
+    """
+    The verdict on a metric that is not a number in some entries of a log, `None` if it always is one. It is "wrong"
+    if the last tenth of the entries, at least 3, have no number.
+    """
     are_nan = [math.isnan(number(entry, metric)) for entry in log if metric in entry]
     if not any(are_nan):
         return None
@@ -307,7 +316,7 @@ def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
         metric,
         f"`{metric}` was not a number in {n_nan:,} of {len(are_nan):,} entries.",
         healthy=False,
-        remedy=_NOT_FINITE[metric],
+        remedy=_REMEDIES_OF_NAN[metric],
         points=finite(log, metric),
         range="a number in every entry",
         wrong=all(are_nan[-n_last:]),
@@ -315,8 +324,12 @@ def _not_finite(log: Sequence[Entry], metric: str) -> Verdict | None:
 
 
 def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdict | None:
-    """The verdict of one diagnostic; `None` without its metric. `learns`: whether the run's reward has risen."""
-    metric = _first_logged(diagnostic.metrics.split(), log)
+    """
+    The verdict of one diagnostic: healthy or not by its bounds, or too early to say. `None` if its metric was not
+    logged, or it has nothing to say of this log. `learns`: whether the run's reward has risen; then nothing is
+    "wrong".
+    """
+    metric = _first_that_was_logged(diagnostic.metrics.split(), log)
     if metric is None:
         return None
     all_points = finite(log, metric)
@@ -324,31 +337,31 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
     if not points:
         return None
     if metric == "grad_norm" and not any(values_of(all_points)):
-        if diagnostic.name != "gradient":  # The norm of off-policy steps is in no proportion to that of others.
+        if diagnostic.name != "gradient":  # It compares the norms of off-policy steps with those of others: 0 by 0.
             return None
         if _steps_of(points) >= _FEWEST_STEPS:
             sentence = f"Gradient norm was exactly 0 in all {len(points):,} entries: nothing was trained."
-            return Verdict(metric, sentence, False, _NO_GRADIENT, points, "above 0", wrong=True)
+            return Verdict(metric, sentence, False, _REMEDY_OF_NO_GRADIENT, points, "above 0", wrong=True)
     on_policy = finite(log, metric, lambda entry: entry.get("opo/off_policy_steps") == 0)
     generated = values_of(finite(log, "completions/generated"))
     facts_of_metric = facts(values_of(points), values_of(on_policy), max(generated, default=math.nan))
-    value = facts_of_metric[diagnostic.fact]
+    value = facts_of_metric[diagnostic.fact]  # the number that the bounds are about
     if math.isnan(value):
         return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
     sentence = _SENTENCES[diagnostic.name].format_map(facts_of_metric)
-    meaning, remedy = _advice(diagnostic, value)
+    meaning, remedy = _meaning_and_remedy(diagnostic, value)  # empty if the value is healthy
     least, most = diagnostic.wrong
     wrong = not learns and not least <= value <= most
-    holds_0 = diagnostic.fact == "rise" and abs(value) < 1 and facts_of_metric["margin"] > 0
-    if not wrong and (holds_0 or _steps_of(all_points) < _FEWEST_STEPS):
-        reason = "the interval holds 0" if holds_0 else f"fewer than {_FEWEST_STEPS} steps"
+    interval_holds_0 = diagnostic.fact == "rise" and abs(value) < 1 and facts_of_metric["margin"] > 0
+    if not wrong and (interval_holds_0 or _steps_of(all_points) < _FEWEST_STEPS):
+        reason = "the interval holds 0" if interval_holds_0 else f"fewer than {_FEWEST_STEPS} steps"
         return Verdict(metric, f"{sentence}: too early to say, {reason}.", None, remedy, points, diagnostic.range())
     if meaning:
         sentence += f": {meaning}"
     return Verdict(metric, f"{sentence}.", not meaning, remedy, points, diagnostic.range(), wrong)
 
 
-def _first_logged(metrics: Sequence[str], log: Sequence[Entry]) -> str | None:
+def _first_that_was_logged(metrics: Sequence[str], log: Sequence[Entry]) -> str | None:
     """The first of these metrics that an entry of the log has."""
     for metric in metrics:
         if any(metric in entry for entry in log):
@@ -356,7 +369,7 @@ def _first_logged(metrics: Sequence[str], log: Sequence[Entry]) -> str | None:
     return None
 
 
-def _advice(diagnostic: Diagnostic, value: float) -> tuple[str, str]:
+def _meaning_and_remedy(diagnostic: Diagnostic, value: float) -> tuple[str, str]:
     """What a value means, and what to try; both are empty if it is within the bounds."""
     if value < diagnostic.low:
         advice = _ADVICE[f"{diagnostic.name} <"]
@@ -369,7 +382,10 @@ def _advice(diagnostic: Diagnostic, value: float) -> tuple[str, str]:
 
 
 def _steps_of(points: Points) -> float:
-    """Optimizer steps that points stand for, each for those since the one before it. The first step may be 0 or 1."""
+    """
+    Number of optimizer steps that points stand for: each for those since the point before it, and the first for as
+    many as are usual between two. But not more than the run has made, whose first step may be called 0 or 1.
+    """
     steps = [step for step, _ in points]
     interval = _median(np.diff(steps)) if len(steps) > 1 else 1.0
     first, last = steps[0], steps[-1]
@@ -379,7 +395,10 @@ def _steps_of(points: Points) -> float:
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:
-    """The first validation against the last; they differ if their intervals do not overlap."""
+    """
+    The verdict on the accuracy of the last validation against the first: healthy if it rose, not if it fell, and too
+    early to say if their intervals overlap. `None` with fewer than two.
+    """
     names = ("validation/accuracy", "validation/low", "validation/high")
     validations = []
     for entry in log:
@@ -389,11 +408,17 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     if len(validations) < 2:
         return None
     first, last = validations[0], validations[-1]
-    healthy, verb, remedy, doubt = None, "went", "", ": too early to say, the intervals overlap"
+    healthy: bool | None = None
+    verb = "went"
+    remedy = ""
+    doubt = ""
     if last["validation/low"] > first["validation/high"]:
-        healthy, verb, doubt = True, "rose", ""
+        healthy, verb = True, "rose"
     elif last["validation/high"] < first["validation/low"]:
-        healthy, verb, doubt, remedy = False, "fell", "", _CHEATED
+        healthy, verb = False, "fell"
+        remedy = _REMEDY_OF_A_FALL
+    else:
+        doubt = ": too early to say, the intervals overlap"
     accuracy = "{validation/accuracy:.1%} [{validation/low:.1%}, {validation/high:.1%}]"
     before, after = accuracy.format_map(first), accuracy.format_map(last)
     return Verdict(
@@ -405,7 +430,7 @@ def _validation(log: Sequence[Entry]) -> Verdict | None:
     )
 
 
-_CHEATED = (
+_REMEDY_OF_A_FALL = (
     "If the reward rose, the policy earns it by something other than correct answers: read the completions and "
     "fix the reward. Otherwise lower `learning_rate`."
 )
@@ -420,7 +445,7 @@ def conclusion(verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return "Nothing has been logged yet."
     if not n_judged:
-        if any(verdict.range for verdict in verdicts):
+        if any(verdict.range for verdict in verdicts):  # some were compared with their bounds
             return f"Too early to say: none of {len(verdicts)} diagnostics has a verdict yet."
         return "Too little has been logged for a verdict."
     sentences = []
@@ -439,16 +464,20 @@ def conclusion(verdicts: Sequence[Verdict]) -> str:
 
 
 def _metrics_with(word: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """The metrics whose verdict is this word."""
     return [f"`{verdict.metric}`" for verdict in verdicts if verdict.word == word]
 
 
 def spark(points: Points) -> str:
-    """Points of an SVG polyline, with values averaged to at most its width in points."""
-    width, height, margin = 100, 24, 2
+    """
+    A curve of a metric as the `points` of an SVG polyline. Values next to each other are averaged, to at most as many
+    as the curve is wide.
+    """
+    width, height, margin = 100, 24, 2  # in the units of the SVG
     bins = np.array_split(values_of(points), min(len(points), width))
     means = np.array([values.mean() for values in bins])
     middle = (means.max() + means.min()) / 2
-    span = np.ptp(means) or 1
+    span = np.ptp(means) or 1  # equal values make a line in the middle
     xs = np.linspace(0, width, len(means))
     ys = height / 2 - (means - middle) / span * (height - 2 * margin)
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))

@@ -33,22 +33,23 @@ def examples(entries: Sequence[Mapping[str, Any]]) -> list[Example]:
     chosen = []
     for step in sorted({min(steps), max(steps)}):
         of_validation = [entry for entry in entries if entry["step"] == step]
-        best = max(of_validation, key=_score)
-        worst = min(of_validation, key=_score)
+        best = max(of_validation, key=_score_or_lowest)
+        worst = min(of_validation, key=_score_or_lowest)
         chosen.append(best)
         if worst is not best:
             chosen.append(worst)
     return [_example(entry) for entry in chosen]
 
 
-def _score(entry: Mapping[str, Any]) -> float:
+def _score_or_lowest(entry: Mapping[str, Any]) -> float:
+    """The reward of a completion; −∞ without one, so that it sorts as the worst."""
     reward = number(entry, "reward")
     return -math.inf if math.isnan(reward) else reward
 
 
 def _example(entry: Mapping[str, Any]) -> Example:
     """A completion of a run as the report shows it: step, reward, and the beginning of its texts."""
-    score = _score(entry)
+    score = _score_or_lowest(entry)
     return Example(
         step=entry["step"],
         reward=f"{score:g}" if math.isfinite(score) else "no score",
@@ -65,7 +66,7 @@ def _text(content: Any) -> str:
 
 
 def _shortened(text: str) -> str:
-    """A text without secrets, cut to what a report has room for."""
+    """The first 600 characters of a text, without secrets, and how many more it has."""
     n_more = len(text) - LONGEST
     masked = mask_text(text[:LONGEST])
     return f"{masked} … ({n_more:,} characters more)" if n_more > 0 else masked

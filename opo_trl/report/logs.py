@@ -34,7 +34,7 @@ STATE = "trainer_state.json"
 _TRUNCATED = "completions/clipped_ratio"
 
 # Metrics of verl, prime-rl and OpenRLHF, and of TRL.
-_NAMES = {
+_TRL_NAMES = {
     "actor/entropy": "entropy",
     "actor/grad_norm": "grad_norm",
     "actor/lr": "learning_rate",
@@ -55,13 +55,16 @@ _NAMES = {
     "reward/all/mean": "reward",
     "training/global_step": "global_step",
 }
-_DIAGNOSED = [diagnostic.metrics.split() for diagnostic in diagnostics({})]  # metrics of each diagnostic
+_METRICS_OF_DIAGNOSTICS = [diagnostic.metrics.split() for diagnostic in diagnostics({})]  # metrics of each diagnostic
 # Other trainers than those of GRPO log a gradient norm and an entropy, too.
-_OF_GRPO = set(chain(*_DIAGNOSED)) - {"grad_norm", "entropy"}
-_OF_STEP = {"learning_rate", "grad_norm"}  # Transformers logs these for every optimizer step, and for nothing else.
-_OF_TRAINING = _OF_GRPO | _OF_STEP | {"entropy", "step_time", "validation/accuracy"}
+_METRICS_OF_GRPO = set(chain(*_METRICS_OF_DIAGNOSTICS)) - {"grad_norm", "entropy"}
+_METRICS_OF_STEPS = {
+    "learning_rate",
+    "grad_norm",
+}  # Transformers logs these for every optimizer step, and for nothing else.
+_METRICS_OF_TRAINING = _METRICS_OF_GRPO | _METRICS_OF_STEPS | {"entropy", "step_time", "validation/accuracy"}
 # TRL logs these with every reward: without one beside them, the reward was not a number.
-_OF_ROLLOUT = {"reward_std", "frac_reward_zero_std", "completion_length", "completions/mean_length"}
+_METRICS_BESIDE_REWARD = {"reward_std", "frac_reward_zero_std", "completion_length", "completions/mean_length"}
 
 
 def diagnose(run: Path, output: Path | None) -> int:
@@ -84,14 +87,18 @@ def _folder_of_our_run(path: Path) -> Path | None:
 
 
 def _describe_log(run: Path) -> dict[str, Any]:
-    """The content of a report on a log that is not ours."""
+    """
+    The content of a report on a log of another trainer: verdicts, and which metrics are missing for others. It has no
+    accuracies, examples or plan.
+    """
     log, notes = read(run)
+    # Its settings are not known, but how many ratios are clipped shows this one, which changes a bound.
     settings = {"importance_sampling_level": "sequence"} if _clips_sequences(log) else {}
     verdicts = judge(log, settings)
     logged = {name for entry in log for name in entry}
     missing = []
-    for names in _DIAGNOSED:
-        is_of_this_package = names[0].startswith(("opo/", "reward/"))
+    for names in _METRICS_OF_DIAGNOSTICS:
+        is_of_this_package = names[0].startswith(("opo/", "reward/"))  # other trainers never log these
         if not is_of_this_package and logged.isdisjoint(names):
             missing.append(names[-1])
     if missing:
@@ -110,19 +117,25 @@ def _describe_log(run: Path) -> dict[str, Any]:
 
 
 def _clips_sequences(log: Sequence[Entry]) -> bool:
-    """Whether ratios are of whole completions, as in GSPO: then all tokens of a completion are clipped, or none."""
+    """
+    Whether ratios are of whole completions, as in GSPO: then all tokens of a completion are clipped, or none. So in
+    most entries with a clipped ratio, the largest share that a micro-batch has clipped is near 1.
+    """
     most_clipped = finite(log, "clip_ratio/high_max", lambda entry: number(entry, "clip_ratio/region_mean") > 0)
     return bool(most_clipped) and float(np.median(values_of(most_clipped))) > 0.9
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The entries of training, in order, and which file of a folder they are from. A `ValueError` names the file."""
+    """
+    The entries of training in the log at a path, in order, and as notes, if this is a folder, which file of it was
+    read. A `ValueError` names a file that is not the log of a GRPO run.
+    """
     is_file = path.is_file()
     file = path if is_file else _newest_state(path)
     try:
         rows = [numbers(row) for row in _rows(file, follow=is_file)]
         log = entries(rows)
-        if not any(_OF_GRPO & entry.keys() for entry in log):
+        if not any(_METRICS_OF_GRPO & entry.keys() for entry in log):
             names = {name for row in rows for name in row}
             listed = one_line(", ".join(sorted(names)))
             raise ValueError(f"no row with a `step` has a metric of GRPOTrainer; found {listed or 'nothing'}")
@@ -137,7 +150,10 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def _newest_state(folder: Path) -> Path:
-    """The state of the most optimizer steps: that of a checkpoint, or of the end. A link to a checkpoint is none."""
+    """
+    The `trainer_state.json` with the most optimizer steps, of those in a folder and in its checkpoints. A checkpoint
+    that is a link is not followed. A `ValueError` if there is none.
+    """
     checkpoints = [path for path in folder.glob("checkpoint-*") if not path.is_symlink()]
     files = [path / STATE for path in (*checkpoints, folder)]
     states = [file for file in files if os.path.lexists(file)]
@@ -147,6 +163,7 @@ def _newest_state(folder: Path) -> Path:
 
 
 def _steps_of(state: Path) -> float:
+    """Optimizer steps of a `trainer_state.json`; 0 if it does not say. A `ValueError` if that is not a number."""
     step = number({"global_step": 0, **read_json(state)}, "global_step")
     if math.isnan(step):
         raise ValueError(f"{str(state)!r} cannot be read: its `global_step` is not a number.")
@@ -154,7 +171,10 @@ def _steps_of(state: Path) -> float:
 
 
 def _rows(file: Path, *, follow: bool) -> Sequence[Mapping[str, Any]]:
-    """The rows of a file. `follow`: it may be a link, because the user has named it."""
+    """
+    The rows of a file, each a mapping of names to values, by the ending of its name. A `ValueError` if it holds no
+    rows, too many or those of several runs. `follow`: it may be a link, because the user has named it.
+    """
     form = file.name.removesuffix(".gz").rpartition(".")[2]
     if form == "csv":
         text = read_text(file, follow=follow)
@@ -165,7 +185,7 @@ def _rows(file: Path, *, follow: bool) -> Sequence[Mapping[str, Any]]:
         rows = loads(read_text(file, follow=follow))
         if isinstance(rows, dict):
             rows = rows.get("log_history") or rows.get("rows")
-    else:
+    else:  # the caller's message begins with the file, and says which endings are read
         raise ValueError(f"its name ends with {file.suffix!r}")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError("it holds no rows with names and values")
@@ -178,7 +198,10 @@ def _rows(file: Path, *, follow: bool) -> Sequence[Mapping[str, Any]]:
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """A row under TRL's names, with NaN for all but numbers; trackio and verl keep metrics in one value."""
+    """
+    A row of a log as metric → number, under TRL's names of metrics, with NaN for what is not a number. Metrics that
+    trackio (`metrics`, as JSON) and verl (`data`) keep in one value are taken out of it.
+    """
     if isinstance(row.get("metrics"), str):
         row = {**row, **parse(row["metrics"])}
     if isinstance(row.get("data"), dict):
@@ -186,18 +209,22 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     values = {}
     for column, value in row.items():
         name = (column or "").removeprefix("train/")  # The reader of CSV names no column for cells beyond the header.
-        name = _NAMES.get(name, name)
+        name = _TRL_NAMES.get(name, name)
         if isinstance(value, str):
             with suppress(ValueError):
                 value = float(value)
         values[name] = number({name: value}, name)
-    if "effective_batch_size/all" in values:  # The share of groups with a signal, in prime-rl.
+    if "effective_batch_size/all" in values:  # prime-rl's share of groups with a signal: the others have no variance
         values["frac_reward_zero_std"] = 1 - values["effective_batch_size/all"]
     return values
 
 
 def entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """The finite numbers of training, in an entry for each step; of a step that comes again, the later ones."""
+    """
+    The finite numbers that were logged in training, in an entry for each optimizer step, with its `step`; rows of a
+    step are joined. Of a step that was trained again after a resumption, the later numbers count. A gradient norm or
+    reward that an entry should have, but was no number, is NaN.
+    """
     logged = {name for row in rows for name in row}
     # With `global_step`, `step` may count the calls of trackio or wandb.
     clock = "global_step" if "global_step" in logged else "step"
@@ -210,28 +237,31 @@ def entries(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
         entry = log.setdefault(step, {})
         names = values.keys() - {clock}
         repeated = entry.keys() & names
-        if repeated:  # The run was resumed before this step: what follows it in the log is of the attempt before.
+        if repeated:  # The run was resumed before this step: later steps in the log are of the attempt before.
             _remove_after(step, repeated, log)
         entry |= values
-        if "grad_norm" in logged and _OF_STEP & values.keys():
+        if "grad_norm" in logged and _METRICS_OF_STEPS & values.keys():
             entry.setdefault("grad_norm", math.nan)
-        if "reward" in logged and _OF_ROLLOUT & values.keys():
+        if "reward" in logged and _METRICS_BESIDE_REWARD & values.keys():
             entry.setdefault("reward", math.nan)
     in_order = sorted(log.items())
     return [{**entry, "step": step} for step, entry in in_order if entry.keys() - {clock}]
 
 
 def _is_of_training(values: Mapping[str, float]) -> bool:
-    """Whether a row is of training, and not of an evaluation or the summary at the end."""
-    if _OF_STEP & values.keys():
+    """
+    Whether the names of a row's numbers are those of training, and not of an evaluation (`eval_…`) or the summary at
+    the end (`train_runtime`).
+    """
+    if _METRICS_OF_STEPS & values.keys():
         return True
     is_evaluation = any(name.startswith(("eval/", "eval_")) for name in values)
     is_summary = "train_runtime" in values
-    return bool(_OF_TRAINING & values.keys()) and not is_evaluation and not is_summary
+    return bool(_METRICS_OF_TRAINING & values.keys()) and not is_evaluation and not is_summary
 
 
 def _remove_after(step: int, names: Collection[str], log: dict[int, dict[str, Any]]) -> None:
-    """Remove these metrics from the last entries of a log, as far as they are of later steps."""
+    """Remove these metrics from the entries after this step, which are the last ones of a log (step → entry)."""
     for later in reversed(log):
         if later <= step:
             break

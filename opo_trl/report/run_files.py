@@ -32,7 +32,7 @@ def is_run(folder: Path) -> bool:
 
 
 def another_run(folder: str) -> ValueError:
-    """The error of a new run whose folder describes one already."""
+    """The error, to be raised, of a new run whose output folder describes another one already."""
     fix = "continue it with `--resume_from_checkpoint last`, or move it aside with `--overwrite`"
     return ValueError(f"output_dir={folder!r} holds another run. Choose another `output_dir`, {fix}.")
 
@@ -48,7 +48,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The accuracies of a run; empty if there are none."""
+    """The accuracies and sizes in a run's `summary.json`, without those that are `None`; empty if it has none."""
     return {name: value for name, value in files.read_json(folder / SUMMARY).items() if value is not None}
 
 
@@ -58,7 +58,7 @@ def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The log of a run; empty if there is none. A `ValueError` if an entry has no number as its `step`."""
+    """The entries of a run's `log.jsonl`; empty if it has none. A `ValueError` if one has no number as its `step`."""
     log = files.read_lines(folder / LOG)
     for place, entry in enumerate(log, 1):
         if math.isnan(number(entry, "step")):

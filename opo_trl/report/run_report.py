@@ -104,8 +104,8 @@ def page(content: Mapping[str, Any]) -> str:
 
 def write_report(folder: Path) -> None:
     """
-    Write the `report.html` of a run, finished or not, into its folder, and print its path and verdict; or why not:
-    whatever is wrong with a report does not hide how the run ended.
+    Write the `report.html` of a run, finished or not, into its folder, and print its path, its conclusion and what is
+    wrong. If that fails in any way, print why, and raise nothing: it must not hide how the run ended.
     """
     try:
         content = describe(folder)
@@ -127,7 +127,8 @@ def write_report(folder: Path) -> None:
 
 def describe(folder: Path) -> dict[str, Any]:
     """
-    The content of the report: `name`, `summary` (sentences), `plan`, `accuracies` (rows), `verdicts` and `examples`.
+    The content of the report: `name`, `summary` (sentences), `plan`, `accuracies` (rows), `verdicts` and `examples`. A
+    `ValueError` if the folder is no run of opo-trl, or one of its files is not as opo-trl writes it.
     """
     log = run_files.read_log(folder)
     settings = run_files.read_settings(folder)
@@ -155,7 +156,10 @@ def describe(folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _named_in_errors(folder: Path) -> Iterator[None]:
-    """Name the folder in the error if what is in its files has another form than opo-trl writes."""
+    """
+    Within this context, where the contents of a run's files are used, an error becomes a `ValueError` that names the
+    folder: the contents have another form than opo-trl writes.
+    """
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -165,10 +169,10 @@ def _named_in_errors(folder: Path) -> Iterator[None]:
 
 
 def _progress(log: Sequence[dict], settings: dict[str, Any], summary: dict[str, Any]) -> str:
-    """How far a run is, and at which steps it went on with another learning rate."""
+    """A sentence on how far a run is, and one on the steps after which it went on with another learning rate."""
     max_steps = settings.get("max_steps") or 0
     of_all = f" of {max_steps:,}" if max_steps > 0 else ""
-    if "after" in summary:
+    if "after" in summary:  # accuracies after training, which are measured at the end
         progress = f"Finished: {summary['optimizer_steps']:,} optimizer steps"
         seconds = summary.get("train_seconds")  # a run that was resumed does not know them
         progress += "." if seconds is None else f" in {seconds:,.0f} seconds."
@@ -194,6 +198,7 @@ def accuracies(summary: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _interval(accuracy: Mapping[str, Any] | None) -> str:
+    """An accuracy with its interval, in per cent; a dash if it was not measured."""
     return "{accuracy:.1%} [{low:.1%}, {high:.1%}]".format_map(accuracy) if accuracy else "–"
 
 
@@ -211,7 +216,7 @@ def compare(folders: Sequence[Path]) -> str:
     for folder in folders:
         settings = run_files.read_settings(folder)
         summary = run_files.read_summary(folder)
-        if "after" not in summary:
+        if "after" not in summary:  # the accuracies after training
             raise ValueError(f"{str(folder)!r} is not the folder of a finished run.")
         with _named_in_errors(folder):
             accuracies(summary)  # raises if an accuracy is not a number
@@ -266,12 +271,16 @@ def _rows_of_accuracies(runs_of: Mapping[str, Runs]) -> list[list[str]]:
 
 
 def _markdown_row(cells: Sequence[str]) -> str:
+    """A row of a table in Markdown, whose cells hold no markup of others."""
     escaped = [one_line(in_markdown(cell)).replace("|", r"\|") for cell in cells]
     return f"| {' | '.join(escaped)} |\n"
 
 
 def _mean(measure: str, runs: Runs) -> str:
-    """The accuracy of a method over its seeds, with its interval."""
+    """
+    The accuracy of a method in per cent, with its 95 % interval: the mean over several seeds, or of one seed its own.
+    If some runs lack it, only how many. `measure` is its level and decoding.
+    """
     results = [after[measure] for after in runs.values() if measure in after]
     n_missing = len(runs) - len(results)
     if n_missing:
@@ -283,7 +292,10 @@ def _mean(measure: str, runs: Runs) -> str:
 
 
 def _gain(measure: str, baseline: Runs, runs: Runs) -> str:
-    """How much higher the accuracy of a method is than that of the baseline, over the seeds that both have."""
+    """
+    How much higher the accuracy of a method is than that of the baseline, in points: the mean of the differences, one
+    for each seed that both have. `measure` is the accuracy's level and decoding.
+    """
     gains = []
     for seed, after in runs.items():
         after_baseline = baseline.get(seed, {})
@@ -298,7 +310,10 @@ def _gain(measure: str, baseline: Runs, runs: Runs) -> str:
 
 
 def _spread(shares: Sequence[float], *, sign: str) -> str:
-    """The mean of shares and half of its 95 % t interval; with the sign `"+"`, of differences of shares."""
+    """
+    The mean of two or more shares and half the width of its 95 % t interval, in per cent. With the sign `"+"` the
+    shares are differences: then in points, and a positive mean has a plus.
+    """
     half_width = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
     unit = "points" if sign else "%"
     return _with_minus(f"{100 * np.mean(shares):{sign}.1f} ± {100 * half_width:.1f} {unit}")
@@ -310,5 +325,5 @@ def _with_minus(text: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    """A text of others in Markdown: neither HTML nor a link or picture from elsewhere."""
+    """A text of unknown origin for Markdown, where it can be neither HTML nor a link or picture from elsewhere."""
     return printable(text).replace("<", "&lt;").replace("](", "]\\(")

@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def _warn_of_old_antlr() -> None:
-    """math-verify admits old releases of ANTLR, and Hydra and lm_eval pin them."""
+    """
+    Warn if the installed ANTLR is older than 4.13, so that some answers cannot be read. math-verify admits such
+    releases, and Hydra and lm_eval pin them.
+    """
     release = version("antlr4-python3-runtime")
     if Version(release) < Version("4.13"):
         logger.warning(
@@ -98,14 +101,14 @@ def score(completion: str, solution: str) -> float | None:
     gold answer is empty, a sentence or characters that cannot be read, no box can hold it, or it takes too long.
     """
     gold = notation.simplify_notation(_gold_answer(solution))
-    gold_option, gold = notation.split_option(gold)
+    gold_option, gold = notation.split_option(gold)  # of `(C) 12`, the letter of the choice and its text
     answer = notation.simplify_notation(final_answer(without_reasoning(completion)) or "")
     answer = notation.read_decimal_comma(answer, gold)
     answer_option, answer = notation.split_option(answer)
     if gold_option and answer_option:
         if gold_option != answer_option:
             return 0.0
-        if not gold or not answer:
+        if not gold or not answer:  # one of them is the letter alone
             return 1.0
     gold = gold or gold_option
     answer = answer or answer_option
@@ -117,7 +120,7 @@ def score(completion: str, solution: str) -> float | None:
         return 1.0
     if answer and is_same_unit and notation.same_string(gold_value, answer_value):
         return 1.0
-    gold_words = notation.words(gold_value)
+    gold_words = notation.words(gold_value)  # empty if it is not an answer of words
     answer_words = notation.words(answer_value)
     if gold_words and answer_words:
         if gold_words == answer_words:
@@ -139,7 +142,7 @@ def score(completion: str, solution: str) -> float | None:
     parsed_answer = _parse(answer_value)
     if not parsed_answer:
         return 0.0
-    is_same = _or_none(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)
+    is_same = _or_none_in_time(VERIFYING_LIMIT, _same, parsed_gold, parsed_answer)
     return 1.0 if is_same else 0.0
 
 
@@ -152,8 +155,9 @@ def _gold_answer(solution: str) -> str:
 
 def _score_text(gold: str, answer: str) -> float | None:
     r"""
-    Score against a gold answer that is no mathematics to the parser, such as `x \equiv 3 \pmod 7`. `None` if the gold
-    answer cannot be read as text either.
+    Score against a gold answer that is no mathematics to the parser, such as `x \equiv 3 \pmod 7`: 1.0 for the same
+    text, 0.0 for another. `None` if the gold answer is empty, a sentence or has characters that answers write in
+    another way, or if a box does not give it back (unbalanced braces), so that no completion could be right.
     """
     boxed_gold = final_answer(f"\\boxed{{{gold}}}") or ""
     if not notation.is_text(gold) or not notation.same_string(gold, boxed_gold):
@@ -162,39 +166,46 @@ def _score_text(gold: str, answer: str) -> float | None:
 
 
 def _has_another_form(gold: str, answer: str) -> bool:
-    r"""Whether an answer is not in the gold answer's form, where math-verify does not look at the form."""
+    r"""
+    Whether an answer differs from the gold answer in its form, at which math-verify does not look: `2+2` for 4, a set
+    for a pair, or another number of primes, as `f` for `f'`.
+    """
     if notation.is_unevaluated(gold, answer):
         return True
-    # A set, such as `\{1,2\}`, and a pair, such as `(1,2)`, are different.
+    # A set, such as `\{1,2\}`, and a pair, such as `(1,2)`, are different. Other brackets are not looked at here.
     brackets = {_brackets(gold), _brackets(answer)}
     return brackets == {"{}", "()"} or notation.count_primes(gold) != notation.count_primes(answer)
 
 
 def _brackets(latex: str) -> str:
-    """First and last character, which may be brackets."""
+    """First and last character, without the backslash of `\\{`: `"{}"` of a set, `"()"` of a pair."""
     return latex.lstrip("\\")[:1] + latex[-1:]
 
 
 def _parse(latex: str) -> list[Any] | None:
-    """What the parser reads, which may be nothing; `None` if it fails or takes too long."""
-    return _or_none(PARSING_LIMIT, _read, latex) if latex else []
+    """
+    What math-verify's parser makes of an answer: a list that begins with the SymPy object, or an empty one if this is
+    no mathematics to it. `None` if it fails or takes more than [`PARSING_LIMIT`].
+    """
+    return _or_none_in_time(PARSING_LIMIT, _read, latex) if latex else []
 
 
 def _read(latex: str) -> list[Any]:
-    """What math-verify's parser makes of an answer, the mathematics first; empty if it cannot be parsed."""
+    """[`_parse`] without a limit, which may raise any error; inequalities of one variable become their solutions."""
     content = notation.without_differentials(latex)
     parsed = parse(f"\\boxed{{{content}}}", [_LATEX], fallback_mode="no_fallback", parsing_timeout=None)
     if parsed:
         holds_together = re.search(r"\band\b", latex) is not None
-        parsed[0] = _solution_set(parsed[0], holds_together)
+        parsed[0] = _as_solution_set(parsed[0], holds_together)
     return parsed
 
 
-def _solution_set(parsed: Basic, holds_together: bool) -> Basic:
+def _as_solution_set(parsed: Basic, holds_together: bool) -> Basic:
     r"""
-    The numbers that solve `x < 2 \text{ or } x > 5`, of which math-verify makes a list; anything else as it is.
+    The numbers that solve `x < 2 \text{ or } x > 5`, of which math-verify makes a set of relations; anything else as
+    it is: equations, relations of several variables or not solved for one, and what all numbers or none solve.
 
-    `holds_together`: all relations of the list hold, not one of them.
+    `holds_together`: all relations hold ("and"), not only one of them.
     """
     if not isinstance(parsed, FiniteSet) or len(parsed.free_symbols) != 1:
         return parsed
@@ -202,6 +213,7 @@ def _solution_set(parsed: Basic, holds_together: bool) -> Basic:
     are_equations = all(isinstance(relation, Eq) for relation in relations)
     if are_equations or not all(map(_is_solved, relations)):
         return parsed
+    # `x ≠ 1, x ≠ 2` is meant together: every number differs from one of them.
     if holds_together or any(isinstance(relation, Ne) for relation in relations):
         solutions = And(*relations).as_set()
     else:
@@ -210,17 +222,24 @@ def _solution_set(parsed: Basic, holds_together: bool) -> Basic:
 
 
 def _same(parsed_gold: list[Any], parsed_answer: list[Any]) -> bool:
-    """Whether two answers are equal as mathematics; the parser's lists begin with what it has made of each."""
+    """
+    Whether two answers are equal as mathematics, by math-verify or an equivalence that it misses. They are not if the
+    answer is still to be solved or states a false equation, or if they are numbers whose relative difference is too
+    large. The lists are the parser's, and begin with the SymPy object.
+    """
     gold = parsed_gold[0]
     answer = parsed_answer[0]
-    if _leaves_unsolved(gold, answer) or _has_false_equation(answer):
+    if _leaves_unsolved(gold, answer) or _has_equation_of_unequal_numbers(answer):
         return False
     is_same = verify(parsed_gold, parsed_answer, allow_set_relation_comp=True, timeout_seconds=None)
     return (is_same or _equivalent(gold, answer)) and _relatively_close(gold, answer)
 
 
 def _leaves_unsolved(gold: Basic, answer: Basic) -> bool:
-    """Whether an answer is a relation to be solved, such as `x + 2 = 5` for `x = 3`."""
+    """
+    Whether an answer is a relation that is still to be solved, such as `x + 2 = 5` for `x = 3`, where the gold answer
+    is solved or a set.
+    """
     asks_for_set = isinstance(gold, Set)
     relations = (Relational, And) if asks_for_set else Relational
     if not isinstance(answer, relations) or _is_solved(answer):
@@ -228,7 +247,7 @@ def _leaves_unsolved(gold: Basic, answer: Basic) -> bool:
     return asks_for_set or _is_solved(gold)
 
 
-def _has_false_equation(answer: Basic) -> bool:
+def _has_equation_of_unequal_numbers(answer: Basic) -> bool:
     """Whether an answer has an equation of two numbers that differ, such as `6 = 5` for 5."""
     if answer.free_symbols:
         return False
@@ -236,16 +255,19 @@ def _has_false_equation(answer: Basic) -> bool:
 
 
 def _is_solved(relation: Basic) -> bool:
-    """Whether a relation, or each of several, says what a variable is, such as `x = 3` or `x < 2`."""
+    """Whether a relation, or each one joined by "and", has a lone variable on one side: `x = 3` or `x < 2`."""
     if isinstance(relation, And):
         return all(map(_is_solved, relation.args))
     if not isinstance(relation, Relational):
         return False
-    return _isolates(relation.lhs, relation.rhs) or _isolates(relation.rhs, relation.lhs)
+    return _isolates_variable(relation.lhs, relation.rhs) or _isolates_variable(relation.rhs, relation.lhs)
 
 
-def _isolates(side: Basic, other_side: Basic) -> bool:
-    """Whether a side of a relation is a variable or its negative, and the other is without variables."""
+def _isolates_variable(side: Basic, other_side: Basic) -> bool:
+    """
+    Whether this side of a relation is a variable, or the negative of one, and the other is without variables. A side
+    that is no term, such as a tuple, counts as one variable.
+    """
     if other_side.free_symbols:
         return False
     # A side may be a tuple, which cannot be negated: `(p, q) = (3, 2)`.
@@ -271,7 +293,7 @@ def _equivalent(gold: Basic, answer: Basic) -> bool:
 
 
 def _has_multiple(gold: Basic, answers: And) -> bool:
-    """Whether one of several relations is a multiple of this one."""
+    """Whether one of the answer's relations, joined by "and", is a multiple of this relation of the gold answer."""
     are_multiples = [_is_multiple(gold, answer) for answer in answers.args]
     return any(are_multiples)
 
@@ -280,10 +302,11 @@ def _is_multiple(gold: Basic, answer: Basic) -> bool:
     """Whether one relation is the other times a number: for `<`, `≤`, `>` and `≥` a positive one."""
     if not (isinstance(gold, Relational) and isinstance(answer, Relational) and gold.free_symbols):
         return False
-    if not isinstance(answer, type(gold)):
+    if not isinstance(answer, type(gold)):  # `x > 2` is `2 < x`
         answer = answer.reversed
     if not isinstance(answer, type(gold)):
         return False
+    # The factor between the relations, if each is written as `… = 0`, `… < 0` and so on.
     ratio = (gold.lhs - gold.rhs) / (answer.lhs - answer.rhs)
     factor = simplify(nsimplify(ratio, rational=True))
     if not factor.is_number:
@@ -293,9 +316,9 @@ def _is_multiple(gold: Basic, answer: Basic) -> bool:
 
 def _integer_polynomial(n: Symbol, term: Expr) -> Callable[[int], int]:
     r"""
-    A polynomial in n as a function, for SymPy's evaluation of series. SymPy itself compiles any term there: it would
-    round π to 3, and run the text of a name, so that `\sum \frac{\text{…}^n}{n!}` is a program. On
-    `NotImplementedError`, it sums in another way.
+    A polynomial in n with integer coefficients as a function, in place of `lambdify` in SymPy's evaluation of series.
+    SymPy itself compiles any term there: it would round π to 3, and run the text of a name, so that
+    `\sum \frac{\text{…}^n}{n!}` is a program. On the `NotImplementedError` of other terms, it sums in another way.
     """
     if Poly(term, n).domain != ZZ:
         raise NotImplementedError("not a polynomial with integer coefficients")
@@ -307,13 +330,16 @@ _any_number = _Latex2Sympy.parse_number
 
 
 def _number(parser: _Latex2Sympy, text: str) -> Number:
-    """SymPy expands numbers with exponents in native code, for hours if the exponent is large, and no limit works."""
+    """
+    The parser's own reading of a number, but a `ValueError` for an exponent of five digits or more: SymPy expands such
+    numbers in native code, for hours, and no limit works there.
+    """
     if _LARGE_EXPONENT.search(text):
         raise ValueError(f"the exponent of {text} has five digits or more")
     return _any_number(parser, text)
 
 
-_lock = threading.Lock()
+_one_thread = threading.Lock()
 
 
 @contextmanager
@@ -322,14 +348,14 @@ def _guarded() -> Iterator[None]:
     A context, of one thread at a time, in which SymPy neither compiles the text of a completion nor expands huge
     numbers. Outside of it, SymPy and the parser are unchanged.
     """
-    guards: list[tuple[Any, str, Any]] = [
+    guards: list[tuple[Any, str, Any]] = [  # holder, its attribute, and the value that this has within the context
         (evalf, "lambdify", _integer_polynomial),
         (_Latex2Sympy, "parse_number", _number),
-        # They warn of slow answers, and of missing time limits, which are set here.
+        # math-verify's loggers warn of slow answers, and of missing time limits: these are set by our caller.
         (logging.getLogger("math_verify.parser"), "disabled", True),
         (logging.getLogger("math_verify.grader"), "disabled", True),
     ]
-    with _lock:
+    with _one_thread:
         originals = [getattr(holder, name) for holder, name, _ in guards]
         try:
             for holder, name, guard in guards:
@@ -342,8 +368,8 @@ def _guarded() -> Iterator[None]:
 
 def _relatively_close(gold: Basic, answer: Basic) -> bool:
     """
-    Whether two numbers differ by a relative 1e-4 at most, and rational ones not at all; true of terms. To math-verify,
-    which compares up to an absolute 1e-6, all tiny numbers are equal.
+    Whether two numbers differ by a relative 1e-4 at most, and rational ones not at all; true if one is not a number,
+    as of terms with variables. To math-verify, which compares up to an absolute 1e-6, all tiny numbers are equal.
     """
     if gold == answer or not (isinstance(gold, Expr) and isinstance(answer, Expr)):
         return True
@@ -358,8 +384,11 @@ def _relatively_close(gold: Basic, answer: Basic) -> bool:
     return bool(distance <= allowed)
 
 
-def _or_none(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns; `None` if it raises an error or takes too long."""
+def _or_none_in_time(seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+    """
+    What a function returns; `None` if it raises an error or takes more than these seconds of processor time, which are
+    counted in the main thread only. The guards against code and huge numbers are on while it runs.
+    """
     try:
         with _guarded(), processor_time(seconds):
             return function(*args)

@@ -53,10 +53,10 @@ def find_boxes(text: str) -> list[Box]:
             if opening is not None:
                 start, content_start = opening
                 boxes.append(Box(start, match.end(), slice(content_start, match.start())))
-        elif "box" in token:
+        elif "box" in token:  # without a brace: `\boxed 2`, or nothing that could be its content
             content = slice(*match.span("bare")) if match["bare"] else None
             boxes.append(Box(match.start(), match.end(), content))
-    for opening in open_braces:
+    for opening in open_braces:  # never closed
         if opening is not None:
             start, content_start = opening
             boxes.append(Box(start, content_start, None))
@@ -99,6 +99,10 @@ def text_of(completion: Completion) -> str:
 
 
 def without_reasoning(text: str) -> str:
-    """The text after the last `</think>`, all of it if it has none, and nothing of reasoning that does not end."""
+    """
+    The text after the last `</think>`, or all of it if it has none; empty if a `<think>` at the start of a line is not
+    closed, since reasoning that does not end has no answer.
+    """
     rest = text.rpartition("</think>")[2]
-    return "" if re.search(r"^[ \t]*<think>", rest, re.MULTILINE) else rest  # but the tag may be mentioned
+    # Only at the start of a line: within one, the tag may be mentioned.
+    return "" if re.search(r"^[ \t]*<think>", rest, re.MULTILINE) else rest

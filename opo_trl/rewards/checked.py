@@ -26,7 +26,10 @@ def checked(trainer: Any, tokenizer: Any) -> AbstractContextManager[None]:
 
 
 def with_tokenizer(reward: Any, tokenizer: Any) -> Any:
-    """A reward function with a tokenizer, if it has a parameter `tokenizer` without a value; any other as it is."""
+    """
+    A reward function with this tokenizer as its argument, if it has a parameter `tokenizer` without a default or with
+    `None`; any other, and a reward model, as it is.
+    """
     try:
         parameters = signature(reward).parameters
     except ValueError:  # a function in C may have none that can be read
@@ -38,8 +41,8 @@ def with_tokenizer(reward: Any, tokenizer: Any) -> Any:
 
 def check_tokenizer(rewards: Sequence[Any], tokenizer: Any) -> None:
     """
-    Have reward functions check the tokenizer that they get, before a run: those with an attribute `check_tokenizer`, a
-    function of it.
+    Before a run, call `check_tokenizer(tokenizer)` of each reward function that has such an attribute and takes a
+    tokenizer; it raises an error if the function cannot work with this one.
     """
     for reward in rewards:
         function = with_tokenizer(reward, tokenizer)
@@ -51,6 +54,8 @@ def checked_reward(reward: Any, name: str) -> Any:
     """
     A reward function whose failures raise a [`RewardError`] that names it. Reward models stay as they are, since TRL
     calls them in its own way, and so does a [`CountingReward`], which never fails.
+
+    A failure is an error, an exit, or a result that is not one number or `None` for each completion.
     """
     if isinstance(reward, Module | CountingReward):
         return reward
@@ -70,12 +75,12 @@ def checked_reward(reward: Any, name: str) -> Any:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Within this context, any error becomes a [`RewardError`] that names the function."""
+    """Within this context, any error or exit becomes a [`RewardError`] that names the reward function."""
     try:
         yield
-    except (Exception, SystemExit) as error:
-        # `contextlib` takes a `RuntimeError` caused by a `StopIteration`, which it has thrown into this generator, for
-        # a sign of the latter, and raises that again.
+    except (Exception, SystemExit) as error:  # an exit would end the run as if it had finished
+        # A `RewardError` is a `RuntimeError`. If one is caused by the `StopIteration` that `contextlib` has thrown
+        # into this generator, `contextlib` raises the `StopIteration` again in its place.
         cause = None if isinstance(error, StopIteration) else error
         raise RewardError(
             f"The reward function {name} has raised {error_text(error)}. "

@@ -22,9 +22,12 @@ class CountingReward:
 
 
 def numbers(scores: Any, n_completions: int) -> list[float | None]:
-    """Convert what a reward returns, a list, generator, array or tensor, to one number or `None` per completion."""
+    """
+    Convert what a reward returns, a list, generator, array or tensor, to one number or `None` per completion. An error
+    of another number of values, or of one that is no number.
+    """
     values = [None if score is None else float(score) for score in scores]
-    if len(values) != n_completions:  # PyTorch would give all completions a single value
+    if len(values) != n_completions:  # PyTorch would give a single value to all completions
         raise ValueError(f"{len(values)} values for {n_completions} completions")
     return values
 

@@ -13,7 +13,10 @@ MAX_ANSWER_LENGTH = 300
 
 
 def _repeating_decimal(decimal: re.Match[str]) -> str:
-    r"""`0.1\overline{6}`, of which the groups are `0`, `1` and `6`, as `\frac{1}{6}`."""
+    r"""
+    A repeating decimal as a fraction: `0.1\overline{6}` as `\frac{1}{6}`. The groups of the match are the digits
+    before the point, those after it that do not repeat, and those that do: here `0`, `1` and `6`.
+    """
     whole, before_period, period = decimal.groups()
     # 0.1666… is (16 − 1) / 90.
     digits = (whole or "0") + before_period
@@ -176,7 +179,10 @@ def simplify_notation(latex: str) -> str:
 
 
 def split_option(latex: str) -> tuple[str, str]:
-    r"""Split `\text{(C)} 12` into `C` and `12`, and `C` into `C` and nothing; two options are none."""
+    r"""
+    Split a choice from A to H and its text: `\text{(C)} 12` into `C` and `12`, and `C` into `C` and nothing. An answer
+    without a choice, or with several (`A or B`), is an empty choice and the whole answer.
+    """
     without_text = re.sub(r"^(\(?)\\text\{([^{}]*)\}", r"\1\2", latex)
     match = _OPTION.fullmatch(without_text)
     if match is None:
@@ -186,15 +192,18 @@ def split_option(latex: str) -> tuple[str, str]:
 
 
 def is_unevaluated(gold: str, answer: str) -> bool:
-    """Whether the gold answer is an integer or a reduced fraction, and the answer is not one evaluated number."""
+    """
+    Whether the gold answer is an integer or a reduced fraction, and the answer is not one evaluated number, such as
+    `2+2` for 4. Only what follows the last `=` of the answer counts.
+    """
     right_side = answer.rpartition("=")[2]
     return _is_reduced(_EXACT.fullmatch(gold)) and not _is_reduced(_NUMBER.fullmatch(right_side))
 
 
 def _is_reduced(number: re.Match[str] | None) -> bool:
     """
-    Whether a match of `_EXACT` or `_NUMBER` is a number without a fraction, or a fraction in lowest terms; `3/1` is
-    not. No match is not, either.
+    Whether a number is without a fraction, or has one in lowest terms; `3/1` is not. It is given as the match of a
+    pattern whose groups are numerator and denominator; `None`, no match, is not reduced.
     """
     if number is None:
         return False
@@ -206,19 +215,26 @@ def _is_reduced(number: re.Match[str] | None) -> bool:
 
 
 def without_differentials(latex: str) -> str:
-    r"""Write the variable d as δ: the parser takes `da` for a differential, in `\frac{da}{c}` too."""
+    r"""
+    Write the variable d as δ: the parser takes `da` for a differential, in `\frac{da}{c}` too. Unchanged with an
+    integral, where it is one. A d in a command, in `\text` or in the word "and" is none.
+    """
     if r"\int" in latex:
         return latex
     return _COMMAND_OR_D.sub(lambda part: r"\delta " if part["variable"] else part[0], latex)
 
 
 def without_thousands(latex: str) -> str:
-    """Read `10,000x` as 10000x. In brackets, a comma separates: `(0,100)` is a pair."""
+    """Remove the commas of thousands: `10,000x` is `10000x`. In brackets, a comma separates: `(0,100)` is a pair."""
+    # A match is a number with such commas or, in brackets, everything, which stays.
     return _BRACKETS_OR_THOUSANDS.sub(lambda part: part[0].replace(",", "") if part["number"] else part[0], latex)
 
 
 def same_string(gold: str, answer: str) -> bool:
-    """Whether two simplified answers are equal as strings, and not empty."""
+    r"""
+    Whether two simplified answers are equal as strings, and not empty. Spaces, `\text`, signs of dollar and per cent,
+    and braces around one letter or digit of an exponent or index make no difference.
+    """
     gold = _rewrite(gold, _STRING_REWRITES)
     return bool(gold) and gold == _rewrite(answer, _STRING_REWRITES)
 
@@ -238,7 +254,10 @@ def same_text(gold: str, answer: str) -> bool:
 
 
 def words(latex: str) -> str:
-    r"""A simplified answer of words, such as `Brian` or `\text{not enough}`, in lower case; of others, nothing."""
+    r"""
+    A simplified answer of words, such as `Brian` or `\text{not enough}`, in lower case; empty for any other. "no" and
+    words of three letters or more count, as two letters may be a product; a list with "and" or "or" does not.
+    """
     unwrapped = _TEXT.sub(r" \1 ", latex)
     text = " ".join(unwrapped.split())
     return text.casefold() if _WORDS.fullmatch(text) else ""
@@ -255,6 +274,9 @@ def read_decimal_comma(answer: str, gold: str) -> str:
 
 
 def count_primes(latex: str) -> int:
-    """Count primes, which math-verify ignores: `E'` is `E` to it. Only the right side of an equation counts."""
+    """
+    Number of prime marks, `'` or `\\prime`, which math-verify ignores: `E'` is `E` to it. Only the right side of an
+    equation counts.
+    """
     right_side = latex.rpartition("=")[2]
     return len(_PRIME.findall(right_side))

@@ -102,11 +102,14 @@ class IsolatedReward(CountingReward):
         self.close: Callable[[], Any] = lambda: None  # ends the workers; another call starts new ones
 
     def __reduce__(self):
-        # Another process gets one without workers, and starts its own.
+        # For pickle: another process gets an object without workers, and starts its own.
         return functools.partial(IsolatedReward, self.reward, self.workers, self.timeout, self.memory), ()
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """Score each completion in a worker: its reward, or `None` if that failed. `columns` are the dataset's."""
+        """
+        Score each completion in a worker: its reward, or `None` if that failed. `columns` are the dataset's, a list
+        with an entry for each completion, and what else TRL gives rewards, which is left out.
+        """
         n_completions = len(completions)
         arguments = {"completions": completions}
         for name, column in columns.items():
@@ -117,15 +120,20 @@ class IsolatedReward(CountingReward):
         # One completion per call: a failure then costs no other its score, and each has the same time limit.
         calls = [{name: [column[i]] for name, column in arguments.items()} for i in range(n_completions)]
         outcomes = self._outcomes(calls)
-        # A scheduler tells all processes to end, while the trainer goes on to a checkpoint: such scores are not lost.
+        # A completion whose worker has ended gets a second try: a scheduler that stops a run also ends the workers,
+        # while the trainer goes on to a checkpoint and needs these scores.
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, ProcessExpired | BrokenProcessPool):
                 [outcomes[index]] = self._outcomes([calls[index]])
         self._count_failures(outcomes)
+        # A text is the message of an error in the reward, an exception one of the pool.
         return [None if isinstance(outcome, str | Exception) else outcome for outcome in outcomes]
 
     def _count_failures(self, outcomes: Sequence[Any]) -> None:
-        """Count completions that took too long or failed, in `timeouts` and `errors`, and warn of them."""
+        """
+        Count completions that took too long or failed, in `timeouts` and `errors`, and warn of them. An outcome is a
+        score, the message of an error in the reward, or an exception of the pool of workers.
+        """
         errors: list[str] = []
         self.timeouts = 0
         for outcome in outcomes:
@@ -153,7 +161,10 @@ class IsolatedReward(CountingReward):
         return [_outcome(future) for future in futures]
 
     def _running_pool(self) -> ProcessPool:
-        """The pool of workers, started if there is none. `RewardError` if it does not start."""
+        """
+        The pool of workers, started if there is none, or if it has broken. A `RewardError` if the workers do not start
+        or cannot import the reward's module.
+        """
         if self._pool is not None and self._pool.active:
             return self._pool
         self.close()
@@ -177,7 +188,10 @@ class IsolatedReward(CountingReward):
         return pool
 
     def _check_import(self, context: ForkServerContext) -> None:
-        """Import the reward's module in a worker: the pool would replace workers that fail at it without an end."""
+        """
+        Import the reward's module in a process like those of the pool; a `RewardError` if that fails. The pool itself
+        would replace workers that fail at it without an end.
+        """
         worker = context.Process(target=callable, args=(self.reward,))  # unpickling the argument imports
         try:
             worker.start()
@@ -196,6 +210,7 @@ class IsolatedReward(CountingReward):
 
 
 def _outcome(future: ProcessFuture) -> Any:
+    """The score or exception of a completion; [`BrokenProcessPool`] if the pool broke before it was scored."""
     if not future.done():
         return BrokenProcessPool()
     return future.exception() or future.result()
@@ -206,7 +221,10 @@ class _Process(ForkServerProcess):
 
     @staticmethod
     def _Popen(process_obj):
-        """Start a worker while the main module is hidden, which the worker would import otherwise."""
+        """
+        Start a worker while an empty module stands in for the main one, which the worker would import otherwise. One
+        thread at a time does so.
+        """
         with _hiding:
             main = sys.modules["__main__"]
             sys.modules["__main__"] = ModuleType("__main__")
@@ -228,11 +246,14 @@ _PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # of Linux's prctl
 
 
 def _limit(memory: int, reward: Callable[..., Any]) -> None:
-    """Divide a worker, and set its limits. Unpickling the argument `reward` imports its module before they count."""
+    """
+    Divide a new worker into two processes, of which this one waits and its fork scores with at most `memory` MiB. The
+    argument `reward` is not read: unpickling it has imported its module, before the limit counts.
+    """
     global _scorer, _pipe
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
-    _prctl(_PDEATHSIG, signal.SIGTERM)
-    _prctl(_CHILD_SUBREAPER, 1)
+    _prctl(_PDEATHSIG, signal.SIGTERM)  # sent to this process when its parent, the fork server, ends
+    _prctl(_CHILD_SUBREAPER, 1)  # what has lost its parent becomes a child of this process, and is ended with it
     Finalize(None, _end_descendants, exitpriority=0)  # pebble's handler calls it on SIGTERM, too
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets a process that has ended
     _pipe, pipe_of_scorer = Pipe()
@@ -245,11 +266,14 @@ def _limit(memory: int, reward: Callable[..., Any]) -> None:
 
 
 def _serve(pipe: Connection, memory: int) -> NoReturn:
-    """Score completions, in the second process of a worker, until the first one ends."""
+    """
+    Score the completions that come through the pipe, in the second process of a worker, until the first one ends. It
+    can allocate `memory` MiB, and never returns.
+    """
     import resource  # POSIX only, like the fork server
 
     global _in_worker
-    _prctl(_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PDEATHSIG, signal.SIGKILL)  # sent to this process when the first one ends
     _in_worker = True
     for number in (signal.SIGCHLD, signal.SIGTERM):  # pebble's handler would wait for native code to return to Python
         signal.signal(number, signal.SIG_DFL)
@@ -264,12 +288,16 @@ def _serve(pipe: Connection, memory: int) -> NoReturn:
 
 
 def _prctl(option: int, value: int) -> None:
+    """Set an option of this process in Linux's kernel; without effect on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
 
 def _pass_on(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | str | None:
-    """Have the second process of this worker score a completion. If that one has ended, this one ends, too."""
+    """
+    Have the second process of this worker score the completion whose arguments are in `call`: its score, or the
+    message of an error. If that process has ended, this one ends, too, which the pool takes as a failure.
+    """
     try:
         _pipe.send((reward, call))
         while not _pipe.poll(1):
@@ -296,7 +324,7 @@ def _end_descendants() -> None:
 
 
 def _score(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | str | None:
-    """The score of one completion, or the message of an error."""
+    """The score of the one completion in `call`, which has the reward's arguments; or the message of an error."""
     try:
         [value] = numbers(reward(**call), 1)
         return value
@@ -317,12 +345,19 @@ def forbid() -> None:
 
 
 def _raise_if_forbidden(event: str, arguments: tuple) -> None:
+    """
+    An audit hook, which Python calls at each event: a `PermissionError` for one that starts a process, connects,
+    writes a file or the like.
+    """
     if _FORBIDDEN.match(event) or (event == "open" and _opens_for_writing(*arguments)):
         raise PermissionError(f"an answer asked for {event}")
 
 
 def _opens_for_writing(_path: object, mode: str | None, flags: int | None) -> bool:
-    """By the arguments of the event `open`, of which `os.open` has no mode, and some others have no flags."""
+    """
+    Whether a file is opened for writing, by the arguments of Python's audit event `open`: a mode such as `"w"`, which
+    is `None` from `os.open`, or flags of the system, which may be missing, too.
+    """
     writes_by_mode = not set("wax+").isdisjoint(mode or "")
     writes_by_flags = (flags or 0) & _WRITING != 0
     return writes_by_mode or writes_by_flags

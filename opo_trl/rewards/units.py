@@ -63,7 +63,10 @@ class Quantity(NamedTuple):
 
 
 def split_unit(latex: str) -> Quantity:
-    r"""Split `5\text{ cm}^2` into `5` and `cm^2`, `101_2` into `101` and `base 2`; an unknown unit is dropped."""
+    r"""
+    Split `5\text{ cm}^2` into `5` and `cm^2`, `101_2` into `101` and `base 2`, `\$5` and `5^\circ` into `5` and
+    `dollar` or `degree`. A noun that is no known unit, as in `8 meals`, is dropped; text that is neither stays.
+    """
     if numeral := _BASE.fullmatch(latex):
         digits, base = numeral.groups()
         return Quantity(digits, f"base {base}")
@@ -71,7 +74,7 @@ def split_unit(latex: str) -> Quantity:
     latex = latex.replace(r"\$", "")
     if match := _WITH_UNIT.fullmatch(latex):
         noun = match["text"] or match["word"] or match["short"]
-        name = _unit_of(noun + (match["power"] or ""))
+        name = _unit_of(noun + (match["power"] or ""))  # empty for a noun that is no unit
         if name is not None:
             latex = match["value"]
             unit = name or unit
@@ -82,7 +85,10 @@ def split_unit(latex: str) -> Quantity:
 
 
 def same_unit(gold: str, answer: str) -> bool:
-    """Whether two units are the same or one is missing; `$` may stand for dollars per hour, `°` for °C."""
+    """
+    Whether two units, as [`split_unit`] names them, are the same or one is missing. A sign without more may stand for
+    a longer unit: `$` for dollars per hour, `°` for °C.
+    """
     short, long = sorted((gold, answer), key=len)
     if short in ("dollar", "degree"):
         return long.startswith(short)
@@ -90,7 +96,10 @@ def same_unit(gold: str, answer: str) -> bool:
 
 
 def _unit_of(text: str) -> str | None:
-    """The unit of the lists that a text names; nothing for another noun; `None` for text that is no unit."""
+    """
+    The known unit that a text names, such as `mi/h` of `miles per hour`; empty for another noun, whose number is the
+    answer (`meals`). `None` for text that is no unit: too short, or changing the number (`and`, `more`, `dozen`).
+    """
     text = re.sub(r"\\text|[{}.]", "", text).replace(" squared", "^2")
     parts = re.split(r"/|\bper\b", text)
     units = [_known_unit(part) for part in parts]
@@ -102,8 +111,9 @@ def _unit_of(text: str) -> str | None:
 
 
 def _known_unit(text: str) -> str:
-    """`square feet` as `ft^2`; nothing for a unit that the lists do not have."""
-    [(power_word, words, power)] = _POWER_NAME_POWER.findall(text)  # (square or cubic), name, (^n); any text is one
+    """The short name of a unit and its power: `square feet` as `ft^2`; empty if it is not a unit of the lists."""
+    # A word of power (square, cubic), the name, and a written power (`^2`); any text matches, with empty parts.
+    [(power_word, words, power)] = _POWER_NAME_POWER.findall(text)
     name = re.sub(r"[\s-]", "", words)
     if name not in _UNITS:
         name = name.lower()

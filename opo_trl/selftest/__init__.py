@@ -18,7 +18,10 @@ _OF_CLUSTERS = re.compile(
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what is known of a cluster, without GPUs and without the Hub."""
+    """
+    This process's environment variables without those of a cluster or launcher, and with settings that hide GPUs, turn
+    the Hub off and silence TRL's warnings of experimental parts.
+    """
     elsewhere = {name: value for name, value in os.environ.items() if not _OF_CLUSTERS.fullmatch(name)}
     return elsewhere | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
 

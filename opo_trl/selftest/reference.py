@@ -47,14 +47,18 @@ def entropy(logps: Tensor) -> Tensor:
 
 
 def _truncated_ratio(log_ratios: Tensor, largest: float) -> Tensor:
-    """Ratio of a completion's probabilities, at most the largest, without a gradient."""
+    """
+    Probability of a completion by the policy over that by the behaviour policy, at most `largest` and without a
+    gradient, from the log-ratios of its tokens.
+    """
     ratio = log_ratios.detach().sum().exp()
     return ratio.clamp(max=largest)
 
 
 class Reference:
     """
-    What a rollout's completions, in complete groups, say of all that is computed from them.
+    What a rollout's completions, in complete groups, say of all that is computed from them: advantages, which of them
+    train, log-probabilities and gradients, in float64.
 
     `args` are those of a trainer; the `objective` is one of `opo`, `topr`, `grpo` and `dapo`.
     """
@@ -78,13 +82,16 @@ class Reference:
         )
         lengths = torch.tensor([sum(completion.counts) for completion in completions], dtype=torch.float64)
         is_unscored = rewards.isnan().all(dim=1)
-        self.valid = (lengths > 0) & ~is_unscored
+        self.valid = (lengths > 0) & ~is_unscored  # those that train: scored, with a token that counts
         # A sum over tokens is divided by the mean length: of all completions for DAPO, of those that train for OPO.
         lengths_in_mean = lengths if objective == "dapo" else lengths[self.valid]
         self.mean_length = lengths_in_mean.mean()
 
     def logps(self, weights: Weights, completion: Completion) -> Tensor:
-        """Log-probabilities of every token of the vocabulary, at the place of each token of a completion."""
+        """
+        Log-probabilities of every token of the vocabulary, `[T, V]`, at the place of each token of a completion, by
+        the model with these weights and at the temperature of sampling.
+        """
         exact = {name: weight.double() for name, weight in weights.items()}
         tokens = torch.tensor([completion.prompt + completion.tokens])
         logits = torch.func.functional_call(self.model, exact, (tokens,)).logits[0]
@@ -110,9 +117,9 @@ class Reference:
 
     def gradient(self, policy: Weights, behaviour: Weights, initial: Weights) -> dict[str, Tensor]:
         """
-        Gradient of an optimizer step over all completions, in the weights of the `policy`.
+        Gradient of the loss of an optimizer step over all completions, by the weights of the `policy`: name → tensor.
 
-        The `behaviour` policy wrote them, and the `initial` one is the reference.
+        The weights of the `behaviour` policy wrote the completions, and the `initial` ones are the reference's.
         """
         weights = {name: weight.double().requires_grad_() for name, weight in policy.items()}
         losses = []
@@ -130,6 +137,7 @@ class Reference:
             if self.args.beta:
                 with torch.no_grad():
                     of_reference = chosen(self.logps(initial, completion), completion)
+                # The unbiased estimate of KL by one sample, times the ratio, as `use_bias_correction_kl` has it.
                 distance = (of_reference - logps)[counted]
                 kl = (distance.exp() - 1 - distance) * log_ratios.exp()
                 loss = loss + self.args.beta * kl.mean()
@@ -140,7 +148,10 @@ class Reference:
         return dict(zip(weights, gradients, strict=True))
 
     def _lowest_entropy_that_steers(self, entropies: list[Tensor]) -> Tensor:
-        """Only the ratios of the tokens of the highest entropies count (`top_entropy_quantile`): from this one on."""
+        """
+        The entropy from which on a token's ratio is part of the loss: `top_entropy_quantile` is the share of all
+        counted tokens that have it, those of the highest entropies. `entropies` are those of each completion, `[T]`.
+        """
         counted = [
             values[completion.counted()] for values, completion in zip(entropies, self.completions, strict=True)
         ]
@@ -148,8 +159,8 @@ class Reference:
 
     def _loss(self, log_ratios: Tensor, steers: Tensor, index: int) -> Tensor:
         """
-        Loss of a completion from the log-ratios of its tokens that count; `steers`: whether a token's ratio is of the
-        loss.
+        Loss of the completion at this index, from the log-ratios of its tokens that count. `steers`: whether each of
+        these is part of the loss, which only GRPO and DAPO ask.
         """
         if self.objective in ("grpo", "dapo"):
             return self._clipped_loss(log_ratios, steers, index)
@@ -159,8 +170,9 @@ class Reference:
 
     def _clipped_loss(self, log_ratios: Tensor, steers: Tensor, index: int) -> Tensor:
         """
-        PPO's loss of a completion: for each token, the ratio or the clipped ratio times the advantage, whichever
-        raises less, over the completion's length (GRPO) or the mean length (DAPO).
+        PPO's loss of a completion: for each token, minus the advantage times the ratio or the clipped ratio, whichever
+        product is smaller; summed over the tokens that steer, over the number of all that count (GRPO) or the mean of
+        this number (DAPO).
         """
         advantage = self.advantages[index]
         ratio = log_ratios.exp()
@@ -202,7 +214,7 @@ class Reference:
         return weight * slope * log_ratios.sum() / self.mean_length
 
     def _mean_of_group(self, values: Tensor, index: int) -> Tensor:
-        """Mean of a value over the valid completions of this completion's group."""
+        """Mean of a value over those completions of this completion's group that train. Groups have one size."""
         first = index - index % self.args.num_generations
         group = slice(first, first + self.args.num_generations)
         return values[group][self.valid[group]].mean()

@@ -33,7 +33,7 @@ from .reference import Completion, Reference, Weights, chosen
 
 NOT_SEEN = "vLLM, GPUs, several processes, sharding, half precision, adapters, images, tools and environments"
 
-_MODEL = "model"  # in the folder of a test
+_MODEL_FOLDER = "model"  # in the folder of a test
 _SHORT_RUN: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
@@ -60,7 +60,7 @@ _THREE_STEPS: dict[str, Any] = {
     "reward_weights": [1.0, 0.5],
 }
 # Together, they use all that OPO takes from TRL in a rollout of text.
-_RUNS: dict[str, dict[str, Any]] = {
+_FIELDS_OF_OBJECTIVES: dict[str, dict[str, Any]] = {
     "opo": {"scale_rewards": "group", "temperature": 0.5},
     "topr": {"scale_rewards": "batch", "push": "advantage", "off_policy_mask_threshold": 0.02},
     "grpo": {
@@ -76,17 +76,17 @@ _RUNS: dict[str, dict[str, Any]] = {
         "top_entropy_quantile": 0.7,
     },
 }
-_SCRIPTED = "topr"  # whose completions a `rollout_func` writes, some tokens of them as a tool
-_OF_TRL: dict[str, dict[str, Any]] = {
+_WITH_ROLLOUT_FUNC = "topr"  # whose completions a `rollout_func` writes, some tokens of them as a tool
+_FIELDS_OF_TRL_LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"beta": 0.1, "temperature": 0.7, "use_bias_correction_kl": True},
     "dapo": {},
 }
 
 _SAMPLING = "sampling, by how likely its tokens are"
-_OLD = "log-probabilities of the behaviour policy"
-_REF = "log-probabilities of the reference"
+_BEHAVIOUR_LOGPS = "log-probabilities of the behaviour policy"
+_REFERENCE_LOGPS = "log-probabilities of the reference"
 # How far quantities may be off, in which unit: ten times what float32 leaves, or more.
-_ALLOWED = {
+_ALLOWED_ERRORS = {
     "advantages": (1e-4, ""),
     "number of tokens that count": (0, ""),
     "log-probabilities": (1e-4, " nats"),
@@ -97,7 +97,7 @@ _ALLOWED = {
 
 
 def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that depends on every token."""
+    """A reward that depends on every token of a completion: the share of its tokens with an even number."""
     shares = []
     for tokens in completion_ids:
         n_even = sum(token % 2 == 0 for token in tokens)
@@ -106,7 +106,10 @@ def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 async def prompt_and_first_token(length: list[int], completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """A reward that some completions do not get; the length of the prompt is a column of the dataset."""
+    """
+    A reward that depends on the prompt, whose `length` is a column of the dataset, and on a completion's first token;
+    `None` for a first token below 4, so that some completions do not get it.
+    """
     rewards: list[float | None] = []
     for of_prompt, tokens in zip(length, completion_ids, strict=True):
         reward = of_prompt / 16 + tokens[0] / 100
@@ -115,7 +118,10 @@ async def prompt_and_first_token(length: list[int], completion_ids: list[list[in
 
 
 def partly_own(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """A `rollout_func` whose completions are partly the output of a tool."""
+    """
+    A `rollout_func` whose completions are random tokens, the same in each call; the second token of each is marked as
+    the output of a tool.
+    """
     draw = random.Random(0)
     prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     completions = []
@@ -128,7 +134,7 @@ def partly_own(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def prompts() -> Dataset:
-    """Prompts of two lengths, in turns."""
+    """A dataset of 64 prompts, with two lengths in turns, and of their `length` in characters."""
     short_problems = make_problems("train", ["Level 1"])[:32]
     long_problems = make_problems("train", ["Level 2"])[:32]
     texts: list[str] = []
@@ -209,19 +215,22 @@ class Report:
         self.wrong: list[str] = []
 
     def number(self, what: str, error: float) -> None:
-        """A quantity that is right if its error is at most that of [`_ALLOWED`]."""
-        [(allowed, unit)] = [bound for name, bound in _ALLOWED.items() if f": {name}" in what]
+        """
+        Print how far a quantity is off, which is right if that is at most what [`_ALLOWED_ERRORS`] has for it. `what`
+        is a title and, after a colon, the quantity.
+        """
+        [(allowed, unit)] = [bound for name, bound in _ALLOWED_ERRORS.items() if f": {name}" in what]
         self.line(f"{what}: off by {error:.1g}{unit}, {allowed:g} is allowed", is_right=error <= allowed)
 
     def line(self, what: str, *, is_right: bool) -> None:
-        """A line of the report."""
+        """Print a line with its verdict, and note it in `wrong` if it is not right."""
         verdict = "ok   " if is_right else "WRONG"
         print(f"{verdict}  {what}", flush=True)
         if not is_right:
             self.wrong.append(what)
 
     def attempt(self, what: str, part: Callable[..., None], *arguments: Any) -> None:
-        """A part of the test, which is wrong if it raises an error."""
+        """Run a part of the test; if it raises an error, that is wrong, and the next parts still run."""
         try:
             part(*arguments)
         except Exception as error:
@@ -229,30 +238,38 @@ class Report:
 
 
 def train_and_compare(report: Report, name: str, kind: Any, folder: str) -> None:
-    """Train three optimizer steps with an objective, and compare two rollouts and the steps with float64."""
+    """
+    Train three optimizer steps with the objective or loss of this name, and compare two rollouts and the steps with
+    those computed in float64. `kind` is the class of the trainer, ours or TRL's, that records what it does.
+    """
     args: GRPOConfig
     if kind is RecordingGRPO:
         title = f"{name} of TRL"
-        args = GRPOConfig(output_dir=f"{folder}/{title}", **_THREE_STEPS, loss_type=name, **_OF_TRL[name])
+        args = GRPOConfig(
+            output_dir=f"{folder}/{title}", **_THREE_STEPS, loss_type=name, **_FIELDS_OF_TRL_LOSSES[name]
+        )
     else:
         title = name
-        args = OPOConfig(output_dir=f"{folder}/{title}", **_THREE_STEPS, objective=name, **_RUNS[name])
+        args = OPOConfig(output_dir=f"{folder}/{title}", **_THREE_STEPS, objective=name, **_FIELDS_OF_OBJECTIVES[name])
     trainer = kind(
-        model=f"{folder}/{_MODEL}",
+        model=f"{folder}/{_MODEL_FOLDER}",
         reward_funcs=[even_tokens, prompt_and_first_token],
         args=args,
         train_dataset=prompts(),
-        rollout_func=partly_own if name == _SCRIPTED else None,  # the other runs generate
+        rollout_func=partly_own if name == _WITH_ROLLOUT_FUNC else None,  # the other runs generate
     ).record()
     train(trainer)
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{_MODEL}", dtype=torch.float64).eval()
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/{_MODEL_FOLDER}", dtype=torch.float64).eval()
     references = [Reference(model, args, name, completions_of(trainer, rollout)) for _, rollout in trainer.rollouts]
     compare_rollouts(report, title, trainer, references)
     compare_steps(report, title, trainer, references)
 
 
 def compare_rollouts(report: Report, title: str, trainer: Any, references: list[Reference]) -> None:
-    """Compare rollouts of 16 completions with what their tokens say; what is off is the most of any of them."""
+    """
+    Compare rollouts of 16 completions with the references made of their tokens, and report for each quantity the
+    largest error of any rollout.
+    """
     errors: dict[str, list[float]] = {}  # of each quantity, those of all rollouts
     are_grouped = True
     for (policy, rollout), reference in zip(trainer.rollouts, references, strict=True):
@@ -277,7 +294,10 @@ def has_four_groups(trainer: Any, completions: Sequence[Completion]) -> bool:
 def errors_of_rollout(
     trainer: Any, policy: Weights, rollout: dict[str, Any], reference: Reference
 ) -> dict[str, float]:
-    """Quantity of a rollout, which this policy has sampled → how far it is off."""
+    """
+    Quantity of a rollout → how far it is off from the reference; `policy` are the weights that have sampled it. What
+    TRL does not put into a rollout is left out.
+    """
     differences = (rollout["advantages"] - reference.advantages).abs()
     errors = {"advantages": differences.max().item()}
     if "num_items_in_batch" in rollout:
@@ -285,18 +305,21 @@ def errors_of_rollout(
         of_trl = int(rollout["num_items_in_batch"])
         errors["number of tokens that count"] = abs(of_trl - n_tokens)
     if "old_per_token_logps" in rollout:
-        errors[_OLD] = largest_difference(rollout["old_per_token_logps"], reference, policy)
+        errors[_BEHAVIOUR_LOGPS] = largest_difference(rollout["old_per_token_logps"], reference, policy)
     if "ref_per_token_logps" in rollout:
-        errors[_REF] = largest_difference(rollout["ref_per_token_logps"], reference, trainer.initial)
-    if trainer.rollout_func is None:
+        errors[_REFERENCE_LOGPS] = largest_difference(rollout["ref_per_token_logps"], reference, trainer.initial)
+    if trainer.rollout_func is None:  # which does not sample from the policy
         errors[_SAMPLING] = abs(reference.surprise(policy))
     return errors
 
 
 def compare_steps(report: Report, title: str, trainer: Any, references: list[Reference]) -> None:
-    """Compare the gradients of optimizer steps, and what the optimizer makes of the first."""
+    """
+    Compare the gradient of each optimizer step with the reference's, and the weights after the first step with what
+    SGD makes of its gradient.
+    """
     for index, (policy, gradient) in enumerate(trainer.steps):
-        rollout = index // trainer.args.num_iterations
+        rollout = index // trainer.args.num_iterations  # each rollout serves as many steps
         behaviour, _ = trainer.rollouts[rollout]
         exact = references[rollout].gradient(policy, behaviour, trainer.initial)
         report.number(f"{title}: gradient of step {index + 1}", relative_error(gradient, exact))
@@ -314,7 +337,7 @@ def completions_of(trainer: Any, rollout: dict[str, Any]) -> list[Completion]:
         prompt_mask = rollout["prompt_mask"][index].bool()
         prompt_ids = prompt[prompt_mask].tolist()
         mask = rollout["completion_mask"][index].bool()
-        # One that is masked because it is truncated is as long as possible.
+        # The mask of a truncated completion may be 0 throughout; it has as many tokens as a completion can have.
         length = int(mask.sum()) or len(mask)
         counted = mask
         if "tool_mask" in rollout:
@@ -339,7 +362,7 @@ def largest_difference(logps: Tensor, reference: Reference, weights: Weights) ->
 
 
 def relative_error(tensors: Weights, exact: Weights) -> float:
-    """Norm of the difference, over all tensors, relative to that of the exact ones."""
+    """Norm of the difference of tensors from the exact ones, all together, over the norm of the exact ones."""
     differences = {name: tensors[name].double() - tensor for name, tensor in exact.items()}
     return norm(differences) / norm(exact)
 
@@ -357,7 +380,10 @@ def train(trainer: Any, **options: Any) -> None:
 
 
 def six_steps(folder: str, name: str, *callbacks: TrainerCallback) -> OPOTrainer:
-    """A run of six optimizer steps, of which four serve the first rollout, with a checkpoint after each."""
+    """
+    A run of six optimizer steps, of which four serve the first rollout, with a checkpoint after each, that writes to
+    this name in the folder, where the model is, too. It is not started.
+    """
     options = _SHORT_RUN | {"lr_scheduler_type": "linear"}
     args = OPOConfig(
         **options,
@@ -369,7 +395,7 @@ def six_steps(folder: str, name: str, *callbacks: TrainerCallback) -> OPOTrainer
         learning_rate=1e-3,
     )
     rewards = [even_tokens, prompt_and_first_token]
-    return OPOTrainer(f"{folder}/{_MODEL}", rewards, args, prompts(), callbacks=[*callbacks])
+    return OPOTrainer(f"{folder}/{_MODEL_FOLDER}", rewards, args, prompts(), callbacks=[*callbacks])
 
 
 class Kill(TrainerCallback):
@@ -381,7 +407,10 @@ class Kill(TrainerCallback):
 
 
 def kill_and_resume(report: Report, folder: str) -> None:
-    """Compare a run that was killed and resumed with one that was not."""
+    """
+    Compare a run that was killed within a rollout and resumed with one that was not: the gradient norms in the log and
+    the weights must be equal to the bit. The run that is killed is a process of its own.
+    """
     whole = six_steps(folder, "whole")
     train(whole)
     command = [sys.executable, "-m", __package__, folder]
@@ -404,7 +433,7 @@ def logged_norms(trainer: OPOTrainer) -> list[float | None]:
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run all parts of the test, and print a line for each thing checked; returns 1 if anything is wrong, or 0."""
     for library in (logging, datasets_logging):
         library.disable_progress_bar()
         library.set_verbosity_error()
@@ -416,10 +445,10 @@ def main() -> int:
     for difference in verdict.differences:
         print(f"       {difference}")
     with tempfile.TemporaryDirectory() as folder:
-        save_model(f"{folder}/{_MODEL}")
-        for name in _RUNS:
+        save_model(f"{folder}/{_MODEL_FOLDER}")
+        for name in _FIELDS_OF_OBJECTIVES:
             report.attempt(name, train_and_compare, report, name, RecordingOPO, folder)
-        for name in _OF_TRL:
+        for name in _FIELDS_OF_TRL_LOSSES:
             report.attempt(f"{name} of TRL", train_and_compare, report, name, RecordingGRPO, folder)
         report.attempt("resumption", kill_and_resume, report, folder)
     print(f"Not seen: {NOT_SEEN}.")

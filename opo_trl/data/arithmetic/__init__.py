@@ -38,13 +38,16 @@ def calculate(left: int, operator: str, right: int) -> int:
 
 
 def draw_problem(level: str, rng: random.Random) -> str:
-    """Draw a problem such as `"47+38-16="`; the k-th of `LEVELS` has k operations."""
+    """
+    Draw a problem such as `"47+38-16="`; the k-th of `LEVELS` has k operations. Every number in it, and every result
+    from left to right, lies between 10 and 99.
+    """
     if level not in LEVELS:
         raise ValueError(f"levels: {level!r} does not exist. Choose from {LEVELS}.")
     value = rng.randint(SMALLEST, LARGEST)
     problem = str(value)
     for _ in range(LEVELS.index(level) + 1):
-        # An operator is possible if some operand keeps the result in range.
+        # The most that each operator can add or take away; it needs room for the smallest operand.
         room = {"+": LARGEST - value, "-": value - SMALLEST}
         operator = rng.choice([sign for sign in room if room[sign] >= SMALLEST])
         operand = rng.randint(SMALLEST, room[operator])
@@ -57,7 +60,8 @@ def work_out(problem: str, calculator: Calculator = calculate) -> str:
     """
     Write the chain of what remains after each operation, such as `"85-16=69"` for `"47+38-16="`.
 
-    If the calculator slips, the chain continues from the slipped result.
+    `calculator` does one operation. Another one than the right one may make mistakes, as for the texts that a base
+    model learns from; the chain then continues from its result.
     """
     value, *rest = re.findall(r"\d+|[+-]", problem)
     steps = []
@@ -96,8 +100,11 @@ def draw_split(
     besides: Collection[str] = (),
 ) -> list[T]:
     """
-    Draw the problems of a split, with distinct texts, and none of those in `besides`. All splits come from one stream,
-    so they are disjoint.
+    Draw the problems of a split, with distinct texts, and none of those in `besides`. All splits come from one stream
+    of random problems, so they are disjoint.
+
+    `draw` makes a problem and `text` its key, by which two are the same; `sizes` has the number of problems of each
+    split.
     """
     if split not in sizes:
         raise ValueError(f"split={split!r} does not exist. Use one of {list(sizes)}.")
