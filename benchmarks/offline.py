@@ -156,7 +156,7 @@ class Task:
     parts: tuple[str, ...] = PARTS
 
     def complete(
-        self, problems: list[dict[str, Any]], *, seed: int, temperature: float = 1.0, weights: Any = None
+        self, problems: list[dict[str, Any]], *, seed: int, temperature: Any = 1.0, weights: Any = None
     ) -> list[dict[str, Any]]:
         """A completion of each problem by the base model, or with other weights, with all that `rollouts` takes."""
         policy = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).eval()

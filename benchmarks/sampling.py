@@ -8,7 +8,13 @@ from torch import Generator, Tensor
 
 @torch.no_grad()
 def sample(
-    model: Any, prompts: list[list[int]], *, max_tokens: int, temperature: float, eos: Tensor, generator: Generator
+    model: Any,
+    prompts: list[list[int]],
+    *,
+    max_tokens: int,
+    temperature: float | Tensor,
+    eos: Tensor,
+    generator: Generator,
 ) -> tuple[Tensor, Tensor]:
     """Tokens of a completion of each prompt, and their log-probabilities, `[B, T]`; after `eos` they do not count."""
     width, pad = max(map(len, prompts)), int(eos[0])  # any: padding is masked
@@ -31,6 +37,7 @@ def sample(
     return torch.cat(tokens, dim=1), torch.cat(logps, dim=1)
 
 
-def up_to_end(ids: list[int], eos: int) -> list[int]:
-    """The tokens up to the end of the turn, which is among them; all if there is none."""
-    return ids[: ids.index(eos) + 1] if eos in ids else ids
+def up_to_end(ids: list[int], *ends: int) -> list[int]:
+    """The tokens up to the first that ends a completion, which is among them; all if there is none."""
+    length = next((place for place, token in enumerate(ids, 1) if token in ends), len(ids))
+    return ids[:length]

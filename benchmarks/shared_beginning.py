@@ -1,20 +1,28 @@
 """The beginning that the prompts of a batch have in common, computed once: of worked lines before every problem."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from opo_trl.updates import shared_prompts
+from opo_trl.updates import cutting, shared_prompts
 
 from . import offline, sampling
 
 
-def apply() -> None:
-    """In this process, when training with shared prompts and in tasks of `offline`; for models with full attention."""
+def apply(*, in_one_pass: bool = False) -> None:
+    """
+    In this process, when training with shared prompts and in tasks of `offline`; for models with full attention.
+
+    `in_one_pass`: whether an optimizer step has as few passes as its rows allow. The planner, which does not know that
+    the beginning is computed once, would otherwise cut a step of short completions in two.
+    """
     shared_prompts.shared_pass = shared_pass
     offline.sample = sample
+    if in_one_pass:
+        cutting.PASS_TOKENS["cpu"] = cutting.FEWEST_PASSES
 
 
 def _common(prompts: list[list[int]]) -> int:
@@ -58,19 +66,35 @@ def shared_pass(
 
 
 @torch.no_grad()
-def sample(model: Any, prompts: list[list[int]], **options: Any) -> tuple[Tensor, Tensor]:
-    """As `sampling.sample`."""
+def sample(model: Any, prompts: list[list[int]], *, temperature: float | Sequence[float], **options: Any) -> Any:
+    """
+    As `sampling.sample`; prompts that are equal to their predecessor are not computed again. Several temperatures are
+    those of the completions in turn.
+    """
+    if isinstance(temperature, Sequence):
+        repeated = [*temperature] * (len(prompts) // len(temperature))
+        temperature = torch.tensor(repeated).unsqueeze(1)
+    starts = [row for row, prompt in enumerate(prompts) if not row or prompt != prompts[row - 1]]
+    # For each row, the place of its prompt among the starts.
+    place = torch.bincount(torch.tensor(starts), minlength=len(prompts)).cumsum(0) - 1
     common = _common(prompts)
     first = torch.tensor([prompts[0][:common]])
     beginning = model(input_ids=first, use_cache=True, logits_to_keep=1).past_key_values
-    beginning.batch_repeat_interleave(len(prompts))
+    beginning.batch_repeat_interleave(len(starts))
 
-    def rest(*, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, **inputs: Any) -> Any:
-        return model(
-            attention_mask=pad(attention_mask, (common, 0), value=1),
-            position_ids=position_ids + common,
-            past_key_values=beginning if past_key_values is None else past_key_values,
-            **inputs,
+    def rest(*, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past_key_values: Any, **kept: Any):
+        is_first = past_key_values is None
+        rows = starts if is_first else slice(None)
+        out = model(
+            input_ids=input_ids[rows],
+            attention_mask=pad(attention_mask[rows], (common, 0), value=1),
+            position_ids=position_ids[rows] + common,
+            past_key_values=beginning if is_first else past_key_values,
+            **kept,
         )
+        if is_first:
+            out.past_key_values.batch_select_indices(place)
+            out.logits = out.logits[place]
+        return out
 
-    return sampling.sample(rest, [prompt[common:] for prompt in prompts], **options)
+    return sampling.sample(rest, [prompt[common:] for prompt in prompts], temperature=temperature, **options)

@@ -13,7 +13,8 @@ import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -77,6 +78,31 @@ class Stages:
     def reports(self, found: Results) -> list[Mapping[str, Any]]:
         """What the runs of the chosen setting measured, in the order of the seeds, if all are finished."""
         return [found[self.run(self.chosen(found), seed, False)] for seed in self.seeds]
+
+
+def extended(trials: Stages, found: Results, times: int) -> Stages:
+    """
+    Trials whose settings are pairs of numbers, in a region that grows where its edge is chosen: by the number twice as
+    large or half as large, with all others of its pair, at most so many times.
+    """
+    for _ in range(times):
+        if trials.next_runs(found):
+            break
+        chosen = trials.chosen(found)
+        columns = zip(*trials.settings, strict=True)
+        wider = [_around(number, sorted(set(column))) for number, column in zip(chosen, columns, strict=True)]
+        trials = replace(trials, settings=list(product(*wider)))
+    return trials
+
+
+def _around(chosen: float, numbers: list[float]) -> list[float]:
+    """The numbers, and one beyond the edge if that is chosen."""
+    lowest, highest = numbers[0], numbers[-1]
+    if lowest == highest:
+        return numbers
+    below = [lowest / 2] if chosen == lowest else []
+    above = [highest * 2] if chosen == highest else []
+    return [*below, *numbers, *above]
 
 
 def read(kind: Any, *files: Path) -> dict[Any, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Runs on the embedded arithmetic task with completions of a given age: training and measuring, in this process."""
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,58 +43,127 @@ def common_fields(folder: str | Path, learning_rate: float, seed: int, *, max_st
     }
 
 
+@dataclass(frozen=True)
+class Written:
+    """A rollout that was written before it is trained on, at a number of rollouts since the first."""
+
+    at: int
+    prompts: list[Any]
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logps: list[Tensor]
+
+
 class StaleTrainer(OPOTrainer):
     """
     Trains on completions that the policy wrote `age` rollouts ago, or before the first step as long as there were
-    fewer. They are sampled with a generator of their own, from a copy of the model with the weights that it had.
+    fewer. They are sampled with a generator of their own, from a copy of the model. The policy of a rollout writes
+    those of `age` rollouts later, so that no earlier weights have to be kept.
+
+    Args:
+        model, rewards, args, tokenizer: as for [`OPOTrainer`].
+        age (`int`): in rollouts.
+        problems (`Dataset`): that are trained on in their order, once.
+        ends (`Iterable[int]`, *optional*): tokens that end a completion; by default the end of a sequence.
 
     Recorded runs were made by `AsyncOPOTrainer`, which commit 6495d6c5ac08 has. With the same seed this is the same
     run up to rounding: prompts, samples, ages and optimizer steps are the same.
     """
 
-    def __init__(self, args: OPOConfig, *, age: int):
-        super().__init__(
-            base_model_path(),
-            arithmetic_rewards,
-            args=args,
-            train_dataset=training_problems(args.seed),
-            processing_class=make_tokenizer(),
-            rollout_func=self._write,
-        )
-        self._writer = _base_model()
-        self._generator = torch.Generator().manual_seed(args.seed)
-        self._weights: deque[dict[str, Tensor]] = deque(maxlen=age + 1)  # at the latest rollouts, the oldest first
-        self._written_logps: list[Tensor] = []  # of each completion of the current rollout
+    sample = staticmethod(sample)
 
-    def _write(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    def __init__(
+        self,
+        model: str,
+        rewards: Any,
+        *,
+        args: OPOConfig,
+        age: int,
+        problems: Dataset,
+        tokenizer: Any,
+        ends: Iterable[int] = (),
+    ):
+        super().__init__(
+            model,
+            rewards,
+            args=args,
+            train_dataset=problems,
+            processing_class=tokenizer,
+            rollout_func=self._take,
+        )
+        self._age, self._problems = age, problems
+        self._ends = torch.tensor([*ends] or [tokenizer.eos_token_id])
+        self._writer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._generator = torch.Generator().manual_seed(args.seed)
+        self._ahead: deque[Written] = deque()
+        self._n_written = self._n_taken = 0
+        self._current: Written | None = None  # the rollout that is trained on
+
+    def _take(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`."""
-        self._weights.append({name: weight.clone() for name, weight in self.model.state_dict().items()})
-        self._writer.load_state_dict(self._weights[0])
-        tokenizer = self.processing_class
-        prompt_ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
-        tokens, logps = sample(
+        n_rollouts = self.args.max_steps // self.args.num_iterations
+        self._writer.load_state_dict(self.model.state_dict())
+        while self._n_written < min(self._n_taken + self._age + 1, n_rollouts):
+            self._ahead.append(self._write())
+            self._n_written += 1
+        self._current = self._ahead.popleft()
+        self._n_taken += 1
+        if self._current.prompts != prompts:
+            raise RuntimeError("The prompts of this rollout are not the next problems in their order.")
+        logprobs = [row.tolist() for row in self._current.logps]
+        return {
+            "prompt_ids": self._current.prompt_ids,
+            "completion_ids": self._current.completion_ids,
+            "logprobs": logprobs,
+        }
+
+    def _write(self) -> Written:
+        """The next rollout, of the next problems."""
+        group = self.args.num_generations
+        n_prompts = self.args.per_device_train_batch_size // group
+        first = self._n_written * n_prompts
+        prompts = [prompt for prompt in self._problems["prompt"][first : first + n_prompts] for _ in range(group)]
+        prompt_ids = self._ids_of(prompts)
+        tokens, logps = self.sample(
             self._writer,
             prompt_ids,
             max_tokens=self.args.max_completion_length,
             temperature=self.args.temperature,
-            eos=torch.tensor([tokenizer.eos_token_id]),
+            eos=self._ends,
             generator=self._generator,
         )
-        completion_ids = [up_to_end(ids, tokenizer.eos_token_id) for ids in tokens.tolist()]
-        self._written_logps = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
-        logprobs = [row.tolist() for row in self._written_logps]
-        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+        ends = self._ends.tolist()
+        completion_ids = [up_to_end(ids, *ends) for ids in tokens.tolist()]
+        kept = [row[: len(ids)] for row, ids in zip(logps, completion_ids, strict=True)]
+        return Written(self._n_taken, prompts, prompt_ids, completion_ids, kept)
+
+    def _ids_of(self, prompts: list[Any]) -> list[list[int]]:
+        if isinstance(prompts[0], str):
+            return self.processing_class(prompts)["input_ids"]
+        template = {"add_generation_prompt": True, "return_dict": True}
+        return self.processing_class.apply_chat_template(prompts, **template)["input_ids"]
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         rollout = super()._generate_and_score_completions(inputs)
-        rollout["old_per_token_logps"] = pad_sequence(self._written_logps, batch_first=True)
-        age_in_steps = (len(self._weights) - 1) * self.args.num_iterations
+        assert self._current is not None
+        rollout["old_per_token_logps"] = pad_sequence(self._current.logps, batch_first=True)
+        age_in_steps = (self._n_taken - 1 - self._current.at) * self.args.num_iterations
         rollout["age"] = torch.full_like(rollout["advantages"], age_in_steps)
         return rollout
 
     def _samples(self, inputs: Mapping[str, Any], logps: Tensor) -> Any:
         samples = super()._samples(inputs, logps)
         return replace(samples, age=samples.age + inputs["age"], reused=True)
+
+
+def of_arithmetic(args: OPOConfig) -> dict[str, Any]:
+    """What a [`StaleTrainer`] on the embedded task is made of."""
+    return {
+        "model": base_model_path(),
+        "rewards": arithmetic_rewards,
+        "problems": training_problems(args.seed),
+        "tokenizer": make_tokenizer(),
+    }
 
 
 def make_tokenizer() -> Any:

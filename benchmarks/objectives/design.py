@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Any
 
 from opo_trl.objective import OPO, Objective
 
-from ..staged import Stages
+from ..staged import Stages, extended
 from . import neighbours, published
 from .grid import CELLS
 from .training import REGIMES, GatedSteps, Run, ScaledRate, train
@@ -152,30 +151,10 @@ def stages(name: str, regime: str, found: Results) -> Stages:
         seeds=(),
     )
     if name == WIDER:
-        trials = _extended(trials, found)
+        trials = extended(trials, found, EXTENSIONS)
         if trials.next_runs(found):
             return trials
     return replace(trials, seeds=SEEDS) if name in (*REPORTED, *LITERATURE, WIDER) else trials
-
-
-def _extended(trials: Stages, found: Results) -> Stages:
-    """The trials with as many rates and values of the own field as it takes so far, each twice its neighbour."""
-    for _ in range(EXTENSIONS):
-        if trials.next_runs(found):
-            break
-        rates, values = (sorted(set(column)) for column in zip(*trials.settings, strict=True))
-        rate, own = trials.chosen(found)
-        settings = list(product(_around(rate, rates), _around(own, values)))
-        trials = replace(trials, settings=settings)
-    return trials
-
-
-def _around(chosen: float, values: list[float]) -> list[float]:
-    """The values, and one beyond the edge if that is chosen."""
-    lowest, highest = values[0], values[-1]
-    below = [lowest / 2] if chosen == lowest else []
-    above = [highest * 2] if chosen == highest else []
-    return [*below, *values, *above]
 
 
 def of_fresh_seeds(found: Results) -> list[Run]:

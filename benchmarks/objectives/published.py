@@ -13,9 +13,11 @@ Published losses that are no regression, as objectives. A ≥ 0 stands for a rig
 | SPO (2401.16025) | −ρA + |A|/(2ε)·(ρ − 1)² of each token | `mean` |
 | DRPO (2606.09821) | −ρA + |A|/(2δ)·(π − π_behaviour)²/π_behaviour of each token | `mean` |
 | TOPR (2503.14286) | −w·A·log π; w is 1 where A ≥ 0, and min(t, 1) elsewhere | `sum` |
+| GRPO with TRL's truncated sampling | GRPO's to a recomputed policy, times min(ρ, 2) or min(t, 2) | `mean` |
 
-The reduction is `log_ratio_reduction`. A test compares GRPO, GSPO, CISPO, SAPO and VESPO with the package's. The
-gradient of DRPO's loss is `−ρ(1 − sign(A)·(π − π_behaviour)/δ)·A·∇log π`: the weights that its paper describes.
+The reduction is `log_ratio_reduction`. A test compares GRPO, GSPO, CISPO, SAPO and VESPO with the package's, another
+the last with TRL's. The gradient of DRPO's loss is `−ρ(1 − sign(A)·(π − π_behaviour)/δ)·A·∇log π`: the weights that
+its paper describes.
 """
 
 import math
@@ -23,6 +25,7 @@ from dataclasses import replace
 
 import torch
 
+from opo_trl import objectives
 from opo_trl.objective import MAX_WEIGHT, SEQUENCE_CLAMP, Objective, project
 
 
@@ -128,3 +131,28 @@ class TOPR(Objective):
 
     def terms(self, log_ratio, weights, samples):
         return -weights * samples.target * log_ratio, torch.zeros_like(weights)
+
+
+class TruncatedSampling(objectives.GRPO):
+    """
+    GRPO with the truncated importance sampling of TRL, whose loss is the package's: the clipped ratio to a policy that
+    was recomputed when the completions were taken up, times min(its ratio to the one that wrote them, 2).
+
+    The recomputed policy is that of the step, as with TRL's defaults, where a rollout serves one optimizer step.
+    `level_of_truncation` is that of TRL's `token_truncate` or `sequence_truncate`. AReaL's loss is the former.
+    """
+
+    level_of_truncation = "token"
+
+    def loss(self, samples):
+        log_ratios = samples.token_log_ratios.detach()
+        if self.level_of_truncation == "sequence":
+            log_ratios = samples.spread(samples.sum(log_ratios))
+        ratios = log_ratios.exp().clamp(max=MAX_WEIGHT)
+        return super().loss(replace(samples, anchor_logps=samples.logps.detach(), sampler_ratios=ratios))
+
+
+class TruncatedSamplingOfCompletions(TruncatedSampling):
+    """The same with one ratio for a completion."""
+
+    level_of_truncation = "sequence"

@@ -21,6 +21,7 @@ from ..stale import (
     arithmetic_rewards,
     common_fields,
     make_tokenizer,
+    of_arithmetic,
     training_problems,
 )
 
@@ -185,7 +186,7 @@ def _of_age(regime: Regime, objective_class: type[Objective], fields: dict[str, 
     # The problems are shuffled already. Some objectives need a whole optimizer step in a micro-batch.
     args = OPOConfig(**fields, shuffle_dataset=False, plan_micro_batches=False)
     kind = type("StaleTrainer", (StaleTrainer,), {"objective_class": objective_class})
-    return kind(args, age=regime.lag + 1)
+    return kind(args=args, age=regime.lag + 1, **of_arithmetic(args))
 
 
 def _with_replay(regime: Regime, objective_class: type[Objective], fields: dict[str, Any]) -> Any:

@@ -58,7 +58,10 @@ def by_decoding(accuracies: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a run's `log.jsonl`; empty if it has none. A `ValueError` if one has no number as its `step`."""
+    """
+    The entries of a run's `log.jsonl`, which may be gzipped; empty if it has none. A `ValueError` if one has no number
+    as its `step`.
+    """
     log = files.read_lines(folder / LOG) or files.read_lines(folder / f"{LOG}.gz")
     for place, entry in enumerate(log, 1):
         if math.isnan(number(entry, "step")):

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks import claims, offline, prefetch, real_model, saturation, update_phase
+from benchmarks import bounds, claims, offline, prefetch, real_model, saturation, update_phase
 from benchmarks.objectives import design, report
 from benchmarks.objectives.__main__ import FRESH, RECORD, read
 from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
@@ -35,7 +35,13 @@ def update_phase_page():
     return update_phase.page(results)
 
 
+def bounds_page():
+    runs = bounds.read(bounds.Run, bounds.RECORD)
+    return bounds.page(runs)
+
+
 PAGES = {
+    "bounds.md": bounds_page,
     "claims.md": claims.page,
     "offline.md": offline_page,
     "prefetch.md": prefetch_page,
@@ -55,6 +61,16 @@ def test_tables_within_a_page_are_what_the_program_gives():
     for name, table in saturation.tables().items():
         tables_of_page = re.findall(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, flags=re.DOTALL)
         assert tables_of_page == [table]
+
+
+def test_tables_of_a_page_with_its_own_code_are_what_the_code_prints(monkeypatch, capsys):
+    page = (RESULTS / "bounds_checked.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.setattr(bounds, "MARGIN", bounds.MARGIN)  # which the code changes
+    exec(code, {})
+    printed = capsys.readouterr().out.strip().split("\n\n")
+    tables = re.findall(r"^\|.*?\|(?=\n\n)", page, flags=re.DOTALL | re.MULTILINE)
+    assert printed == tables
 
 
 def test_objectives_are_on_their_pages(tmp_path):

@@ -1,6 +1,7 @@
 """The common beginning of prompts is computed once: the same gradient and the same samples."""
 
 import numpy as np
+import pytest
 import torch
 from torch.nn.utils import parameters_to_vector
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,15 +77,24 @@ def test_log_probabilities_and_gradient_are_those_of_separate_prompts(monkeypatc
     assert common_beginning <= separate_prompts - 2 * 3
 
 
-def completions_of(sample):
-    options = {"max_tokens": 6, "temperature": 1.0, "eos": torch.tensor([1])}
+def completions_of(sample, prompts, temperature=1.0):
+    options = {"max_tokens": 6, "temperature": temperature, "eos": torch.tensor([1])}
     generator = torch.Generator().manual_seed(3)
-    return sample(make_model(), PROMPTS * 5, **options, generator=generator)
+    return sample(make_model(), prompts, **options, generator=generator)
 
 
-def test_completions_are_those_of_separate_prompts():
-    expected_ids, expected_logps = completions_of(sampling.sample)
-    ids, logps = completions_of(shared_beginning.sample)
+@pytest.mark.parametrize("prompts", [PROMPTS * 5, [prompt for prompt in PROMPTS for _ in range(5)]])
+def test_completions_are_those_of_separate_prompts(prompts):
+    expected_ids, expected_logps = completions_of(sampling.sample, prompts)
+    ids, logps = completions_of(shared_beginning.sample, prompts)
     assert torch.equal(ids, expected_ids)
     assert torch.allclose(logps, expected_logps, atol=1e-12)
     assert len(expected_ids.unique()) > 10
+
+
+def test_completions_have_the_temperatures_in_turn():
+    twice = [prompt for prompt in PROMPTS for _ in range(2)]
+    ids, _ = completions_of(shared_beginning.sample, twice * 4, [1.0, 1e-6])
+    greedy, _ = completions_of(sampling.sample, PROMPTS * 4, 1e-6)
+    assert torch.equal(ids[1::2], greedy)
+    assert (ids[::2] != greedy).any(dim=1).sum() > 6

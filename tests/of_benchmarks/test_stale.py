@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.stale import BATCH, GROUP, StaleTrainer, common_fields, training_problems
+from benchmarks.stale import BATCH, GROUP, StaleTrainer, common_fields, of_arithmetic, training_problems
 from opo_trl import OPOConfig
 from opo_trl.data.arithmetic import base_model_path
 
@@ -46,7 +46,7 @@ def logps_of(weights, inputs):
 def test_completions_are_those_of_the_policy_so_many_rollouts_ago(passes, tmp_path):
     fields = common_fields(tmp_path, 1e-3, 1, max_steps=ROLLOUTS * passes)
     args = OPOConfig(**fields, num_iterations=passes, shuffle_dataset=False, plan_micro_batches=False)
-    trainer = Watched(args, age=AGE)
+    trainer = Watched(args=args, age=AGE, **of_arithmetic(args))
     trainer.train()
     at_rollouts = [weights for weights, _, _ in trainer.steps[::passes]]
     # In optimizer steps. The policy of step 0 wrote the first three rollouts.
