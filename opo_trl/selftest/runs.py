@@ -184,8 +184,8 @@ class _BeforeOptimizer(TrainerCallback):
 class RecordingOPO(Recording, OPOTrainer):
     """With the checks of an untested release, whichever is installed."""
 
-    def _begin(self):
-        super()._begin()
+    def _begin(self, resumed=None):
+        super()._begin(resumed)
         self._first_step = FirstStep(self)
 
     def _finish_rollout(self, rollout):
