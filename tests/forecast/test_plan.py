@@ -43,7 +43,7 @@ def test_model_without_a_longest_context_is_planned_and_trained(tmp_path, capsys
         trainer.train()
     assert trainer.state.global_step == 1
     printed = capsys.readouterr().out
-    assert "(one process; 4 × (" in printed
+    assert "(one process; 8 × (" in printed
     assert "+ 3) tokens)" in printed
     assert "unknown for mamba" in printed
     assert "The plan has no line" not in caplog.text
