@@ -134,7 +134,8 @@ def test_recipe_goes_on_from_an_adapter(tmp_path, capsys):
     short = {"max_steps": 1, "report_size": 6, "validation_size": 6, "warmup_steps": 0, "model_name_or_path": folder}
     recipe = RECIPES / "arithmetic" / "opo.yaml"
     assert main(arguments(recipe, **short, use_peft=True, output_dir=tmp_path / "twice")) == 2
-    assert "is an adapter already. To go on training it, remove `peft_config` (in a recipe: `use_peft`)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "is an adapter already. To go on training it, remove `peft_config` (in a recipe: `use_peft`)" in error
     assert not (tmp_path / "twice").exists()
     assert main(arguments(recipe, **short, output_dir=tmp_path / "run")) == 0
     start = load_file(folder / "adapter_model.safetensors")
