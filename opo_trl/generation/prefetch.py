@@ -44,8 +44,9 @@ class Prefetch:
 
     def generate(self, **request: Any) -> dict[str, Any]:
         """
-        Answer a request of TRL's, from the request made in advance if that is the same. Then make the next one in
-        advance, if there is one. Other answers made in advance are used if they are asked for later, or dropped.
+        Answer a request of TRL's: with the answer to the request made in advance if that is the same. Then make that
+        of the next rollout in advance, if there is one. Another request, such as an evaluation's, keeps the answer
+        that waits.
         """
         self.wait()  # a server of TRL's would mix up the answers of two requests at a time
         if self._answer is not None and request == self._request:

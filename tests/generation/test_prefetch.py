@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 
 from opo_trl import OPOConfig
+from opo_trl.generation.prefetch import Prefetch
 from opo_trl.generation.prompt_order import EpochSampler, Place
 
 
@@ -305,3 +306,21 @@ def test_two_processes_train_as_one(server, tiny_model, tmp_path):
     assert one.ages == two.ages
     for name, weight in one.state.items():
         assert torch.allclose(two.state[name], weight, rtol=0, atol=1e-4)
+
+
+def test_a_request_that_failed_in_advance_is_raised_before_weights_are_sent():
+    """Otherwise a server that is gone would be tried again with the weights."""
+    answers = iter([{"completion_ids": [[1]]}])
+
+    def generate(**request):
+        try:
+            return next(answers)
+        except StopIteration:
+            raise ConnectionError("the server is gone") from None
+
+    prefetch = Prefetch(generate, next_prompts=lambda: [[7]], step=lambda: 0)
+    prefetch.generate(prompts=[[5]])
+    with pytest.raises(ConnectionError, match="the server is gone"):
+        prefetch.wait()
+    prefetch.drop()
+    prefetch.wait()
