@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 
-from benchmarks.base_models import build_model, build_tokenizer
+from benchmarks.models.base_models import build_model, build_tokenizer
 from opo_trl.data import to_prompts
 
 

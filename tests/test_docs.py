@@ -12,7 +12,7 @@ from helpers import USE_CPU
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-RESULTS = ROOT / "benchmarks" / "results"  # other tests compare these with the runs
+BENCHMARKS = ROOT / "benchmarks"  # other tests compare its pages with the runs
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -125,12 +125,12 @@ def test_page_of_a_method_has_its_parts_and_its_committed_results(method, in_reg
     headings = re.findall("^## (.*)", page, re.MULTILINE)
     assert headings == ["Usage", "Logged metrics", "Implementation details", "Results"]
     for name in ("experiment1", "experiment2"):
-        report = (RESULTS / name / "report.md").read_text(encoding="utf-8")
+        report = (BENCHMARKS / "paper" / name / "report.md").read_text(encoding="utf-8")
         reward = cell(report, method, "final reward")
         accuracy = cell(report, method, "Level 4, sampled")
         completions = cell(report, method, "completions")
-        assert f"results/{name}/report.md) | {reward} | {accuracy} | {completions} |" in page
-    regime = (RESULTS / "regime.md").read_text(encoding="utf-8")
+        assert f"paper/{name}/report.md) | {reward} | {accuracy} | {completions} |" in page
+    regime = (BENCHMARKS / "losses" / "regime.md").read_text(encoding="utf-8")
     row = re.search(rf"^\| 16 \| {in_regime} \| (.*?) \|", regime, re.MULTILINE)
     assert f"{row[1]} % " in in_one_line(page.replace(",", " "))
 
@@ -152,7 +152,7 @@ def figures(path: Path) -> set[str]:
 
 
 def test_every_figure_with_an_interval_or_a_range_is_in_a_report():
-    reported = set.union(*map(figures, RESULTS.rglob("*.md")))
+    reported = set.union(*map(figures, BENCHMARKS.rglob("*.md")))
     assert set.union(*map(figures, PAGES))
     for page in PAGES:
         assert figures(page) <= reported, page

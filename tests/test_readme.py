@@ -83,7 +83,7 @@ def test_code_fits_the_column_of_the_site(page):
 
 def test_picture_is_that_of_its_record_and_shows_what_the_readme_says(tmp_path):
     pytest.importorskip("matplotlib")
-    from benchmarks.demo_figure import FIGURE, RECORD, draw
+    from benchmarks.losses.demo_figure import FIGURE, RECORD, draw
 
     record = read_json(RECORD)
     assert draw(record, tmp_path / "demo.png") == draw(record, tmp_path / "again.png")

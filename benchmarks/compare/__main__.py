@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.methods import BASELINE
+from benchmarks.compare.methods import BASELINE
 from opo_trl.checks.secrets import mask_words
 from opo_trl.checks.text import one_line, report_error
 

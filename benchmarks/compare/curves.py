@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from benchmarks.methods import method_of
+from benchmarks.compare.methods import method_of
 from opo_trl.metrics.log import Points
 
 from ..figures import legible, style, write

@@ -6,11 +6,11 @@ What an update of Qwen3-0.6B and Qwen3-1.7B costs, with random weights: OPOTrain
 
 Called again with the same file, it measures the missing cases, and writes their ratios beside it as a `.md`.
 
-The comparison of `benchmarks/update_phase.py` at full length, in bfloat16, without zero-variance groups. All trainers
-use TRL's fused LM head. A first phase of each is not timed: its tokens are counted, and its peak of memory, without
-what the other trainers hold. Then the phases alternate, so that a device that slows down slows all. The smaller model
-is also trained by `OPOTrainer` with GRPO's loss (`objective: grpo`). An earlier form, of which results are
-committed, had groups of equal rewards and the parts of a phase: `git show 7eb7cae:benchmarks/gpu/update_phase.py`.
+The comparison of `benchmarks/updates/update_phase.py` at full length, in bfloat16, without zero-variance groups. All
+trainers use TRL's fused LM head. A first phase of each is not timed: its tokens are counted, and its peak of memory,
+without what the other trainers hold. Then the phases alternate, so that a device that slows down slows all. The
+smaller model is also trained by `OPOTrainer` with GRPO's loss (`objective: grpo`). An earlier form, of which results
+are committed, had groups of equal rewards and the parts of a phase: `git show 7eb7cae:benchmarks/gpu/update_phase.py`.
 """
 
 import argparse
@@ -26,10 +26,10 @@ import torch
 from opo_trl.forecast.plan import memory_plan
 
 from ..pages import table
-from ..passes import Pass, count_tokens, counted_passes
 from ..record import Limit, device_name, measure_missing, peak_memory, reset_peak_memory
-from ..replay import TRAINERS, draw_rollout, make_trainer, phase, ratio, take_turns
-from ..shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
+from ..updates.passes import Pass, count_tokens, counted_passes
+from ..updates.replay import TRAINERS, draw_rollout, make_trainer, phase, ratio, take_turns
+from ..updates.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 
 
 SHAPES = {"qwen3-1.7b": QWEN3_1_7B, "qwen3-0.6b": QWEN3_0_6B, "tiny": small_qwen3(64, 512)}

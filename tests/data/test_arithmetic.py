@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.arithmetic_base import measure
+from benchmarks.models.arithmetic_base import measure
 from opo_trl.data.arithmetic import LEVELS, arithmetic_reward, base_model_path, make_problems
 
 

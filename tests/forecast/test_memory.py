@@ -12,7 +12,7 @@ from helpers import make_trainer
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.shapes import QWEN3_1_7B
+from benchmarks.updates.shapes import QWEN3_1_7B
 from opo_trl.checks.files import read_json
 from opo_trl.forecast import memory, plan
 from opo_trl.forecast.memory import Run, memory_plan
@@ -20,8 +20,8 @@ from opo_trl.updates import shared_prompts
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-RECORDED = read_json(BENCHMARKS / "results" / "memory.json")
-ON_GPU = read_json(BENCHMARKS / "results" / "gpu" / "memory.json")["cases"]
+RECORDED = read_json(BENCHMARKS / "updates" / "memory.json")
+ON_GPU = read_json(BENCHMARKS / "gpu" / "memory.json")["cases"]
 
 PARAMETERS = 1720574976  # of Qwen3-1.7B
 # Inputs and outputs of a layer's matrices: of q, k, v, o, gate, up and down.

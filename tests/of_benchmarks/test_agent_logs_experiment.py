@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks import agent_logs
-from benchmarks.agent_logs import ARMS, HELD_OUT, RATES, SEEDS, STARTS, Run, stages
+from benchmarks.agents import agent_logs
+from benchmarks.agents.agent_logs import ARMS, HELD_OUT, RATES, SEEDS, STARTS, Run, stages
 
 
 @pytest.mark.parametrize(("mean", "words"), [(5.0, "win more games"), (-5.0, "win fewer games"), (0.1, "undecided")])

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from benchmarks import bounds
-from benchmarks.bounds import REFERENCES, REGIMES
+from benchmarks.losses import bounds
+from benchmarks.losses.bounds import REFERENCES, REGIMES
 
 
 def accuracies_of_arms(**behind: float) -> dict:

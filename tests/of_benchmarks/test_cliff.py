@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import bounds, cliff, stale_pretrained
-from benchmarks.bounds import Run
+from benchmarks.losses import bounds, cliff, stale_pretrained
+from benchmarks.losses.bounds import Run
 from benchmarks.staged import Stages, extended
 
 

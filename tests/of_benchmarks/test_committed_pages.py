@@ -3,16 +3,19 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
-from benchmarks import bounds, claims, offline, prefetch, real_model, saturation, update_phase
-from benchmarks.objectives import design, report
-from benchmarks.objectives.__main__ import FRESH, RECORD, read
+from benchmarks.losses import bounds, offline, real_model
+from benchmarks.losses.objectives import design, report
+from benchmarks.losses.objectives.__main__ import FRESH, RECORD, read
+from benchmarks.paper import claims, saturation
 from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
+from benchmarks.updates import prefetch, update_phase
 
 
-RESULTS = claims.HERE / "results"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def offline_page():
@@ -41,30 +44,30 @@ def bounds_page():
 
 
 PAGES = {
-    "bounds.md": bounds_page,
-    "claims.md": claims.page,
-    "offline.md": offline_page,
-    "prefetch.md": prefetch_page,
-    "real_model.md": real_model_page,
-    "update_phase.md": update_phase_page,
+    "losses/bounds.md": bounds_page,
+    "paper/claims.md": claims.page,
+    "losses/offline.md": offline_page,
+    "updates/prefetch.md": prefetch_page,
+    "losses/real_model.md": real_model_page,
+    "updates/update_phase.md": update_phase_page,
 }
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_page_is_that_of_its_record(name):
-    committed = (RESULTS / name).read_text()
+    committed = (BENCHMARKS / name).read_text()
     assert PAGES[name]() == committed
 
 
 def test_tables_within_a_page_are_what_the_program_gives():
-    page = (RESULTS / "saturation.md").read_text()
+    page = (BENCHMARKS / "paper/saturation.md").read_text()
     for name, table in saturation.tables().items():
         tables_of_page = re.findall(rf"<!-- {name} -->\n(.*?)\n<!-- end -->", page, flags=re.DOTALL)
         assert tables_of_page == [table]
 
 
 def test_tables_of_a_page_with_its_own_code_are_what_the_code_prints(monkeypatch, capsys):
-    page = (RESULTS / "bounds_checked.md").read_text()
+    page = (BENCHMARKS / "losses/bounds_checked.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     monkeypatch.setattr(bounds, "MARGIN", bounds.MARGIN)  # which the code changes
     exec(code, {})

@@ -93,7 +93,7 @@ def one_curve(monkeypatch):
 def test_committed_tables_are_those_of_the_committed_runs(one_curve, experiment, tmp_path):
     """Fields and versions, which the rest of the page lists, are those of today's releases."""
     report = report_of(tmp_path, experiment)
-    committed = (BENCHMARKS / "results" / "experiment2" / "report.md").read_text()
+    committed = (BENCHMARKS / "paper" / "experiment2" / "report.md").read_text()
     assert without_curves(report) == without_curves(committed)
     assert rows_of(report, "Every run") == rows_of(committed, "Every run")
 

@@ -20,7 +20,7 @@ from benchmarks.gpu import part
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.page import read_parts, write_report
 from benchmarks.gpu.settings import FULL, MAX_PROMPT_LENGTH, PARTS, TINY, TINY_DATA, TINY_MODEL, Settings
-from benchmarks.shapes import QWEN3_0_6B
+from benchmarks.updates.shapes import QWEN3_0_6B
 from opo_trl.forecast import memory
 
 

@@ -8,7 +8,7 @@ import pytest
 
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-PLAN = BENCHMARKS / "objectives" / "plan.md"
+PLAN = BENCHMARKS / "losses" / "objectives" / "plan.md"
 
 
 def rows() -> list[tuple[Path, str]]:

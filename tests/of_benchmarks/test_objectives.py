@@ -7,9 +7,9 @@ import pytest
 import torch
 from test_published_objectives import force
 
-from benchmarks.objectives import design, report, training
-from benchmarks.objectives.__main__ import RECORD, read
-from benchmarks.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS
+from benchmarks.losses.objectives import design, report, training
+from benchmarks.losses.objectives.__main__ import RECORD, read
+from benchmarks.losses.objectives.grid import CELLS, PULL_BACKS, PUSHES, WEIGHTS
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import OPO, Groups
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import offline
+from benchmarks.losses import offline
 from opo_trl import OPOConfig
 from opo_trl.objective import Samples
 from opo_trl.reuse.reading import RECORDED, load_rollouts
@@ -19,7 +19,7 @@ def test_recorded_completions_are_rollouts_of_the_base_model(tmp_path, task):
         pytest.importorskip("reasoning_gym", reason="install the extra `gym`")
     base = offline.TASKS[task].base
     if not Path(base).exists():
-        pytest.skip(f"no model in {base}: run benchmarks.smollm2")
+        pytest.skip(f"no model in {base}: run benchmarks.models.smollm2")
     few = replace(offline.TASKS[task], prompts=4)
     rows = few.record(1)
     lines = [json.dumps(row) + "\n" for row in rows]

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from benchmarks.objectives import published
-from benchmarks.objectives.neighbours import small_second_moment
+from benchmarks.losses.objectives import published
+from benchmarks.losses.objectives.neighbours import small_second_moment
 from opo_trl import OPOConfig
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import Groups, Samples

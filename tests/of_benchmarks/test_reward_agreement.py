@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import reward_agreement
+from benchmarks.rewards import reward_agreement
 from opo_trl.rewards import accuracy
 
 
-# Argued in benchmarks/results/reward_agreement.md: a missing unit or name on the left side is no error.
+# Argued in benchmarks/rewards/reward_agreement.md: a missing unit or name on the left side is no error.
 ACCEPTED = [
     ("10cm", "10"),
     (r"3.5 \text{gal}", "3.5"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.saturation import ALPHA, BETA, METHODS, MU, gradient
+from benchmarks.paper.saturation import ALPHA, BETA, METHODS, MU, gradient
 
 
 CLIP_RANGES = {"GRPO": (0.2, 0.2), "DAPO": (0.2, 0.28), "GSPO": (3e-4, 4e-4)}

@@ -7,7 +7,7 @@ from torch.nn.utils import parameters_to_vector
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from benchmarks import sampling, shared_beginning
+from benchmarks.losses import sampling, shared_beginning
 from opo_trl.updates import shared_prompts
 
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import smollm2
+from benchmarks.models import smollm2
 
 
 needs_packages = pytest.mark.skipif(

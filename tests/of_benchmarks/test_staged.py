@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bounds, offline, real_model, staged
-from benchmarks.objectives import design
-from benchmarks.objectives.__main__ import RECORD
-from benchmarks.objectives.training import Run
+from benchmarks import staged
+from benchmarks.losses import bounds, offline, real_model
+from benchmarks.losses.objectives import design
+from benchmarks.losses.objectives.__main__ import RECORD
+from benchmarks.losses.objectives.training import Run
 from benchmarks.staged import holm, read, run_missing
 from opo_trl.command.recipe import parse
 

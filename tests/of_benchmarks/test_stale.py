@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.stale import BATCH, GROUP, StaleTrainer, common_fields, of_arithmetic, training_problems
+from benchmarks.losses.stale import BATCH, GROUP, StaleTrainer, common_fields, of_arithmetic, training_problems
 from opo_trl import OPOConfig
 from opo_trl.data.arithmetic import base_model_path
 

@@ -7,7 +7,7 @@ import torch
 from helpers import RecordingGRPO, RecordingOPO, Script, distance, norm, trained
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.objectives import published
+from benchmarks.losses.objectives import published
 from opo_trl import OPOConfig
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import Samples

@@ -9,10 +9,10 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import passes, replay, update_phase
 from benchmarks.gpu import update_phase as gpu_update_phase
 from benchmarks.record import Limit, measure_missing
-from benchmarks.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
+from benchmarks.updates import passes, replay, update_phase
+from benchmarks.updates.shapes import QWEN3_0_6B, QWEN3_1_7B, small_qwen3
 from opo_trl.checks.files import read_json
 
 

@@ -12,7 +12,7 @@ from helpers import logged, make_trainer, relative_error, snapshot, trained
 from tiny import make_tokenizer
 from transformers import AutoTokenizer
 
-from benchmarks.base_models import build_tokenizer
+from benchmarks.models.base_models import build_tokenizer
 from opo_trl.checks.files import write_lines
 from opo_trl.reuse import turns
 from opo_trl.reuse.conversations import UnfaithfulError

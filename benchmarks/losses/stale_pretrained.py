@@ -1,0 +1,298 @@
+"""
+Stale completions of a pretrained model: two forms against what a user of TRL would pick.
+
+    python -m benchmarks.models.smollm2 --output runs/smollm2
+    python -m benchmarks.losses.stale_pretrained run --jobs 1     # what is missing of stale_pretrained.jsonl
+    python -m benchmarks.losses.stale_pretrained report           # → stale_pretrained.md
+
+Plan, committed before the first run. Where completions are 16 versions old, the weights of whole completions were 5 to
+8 points ahead of plain GRPO, sampled, on the embedded task (`objectives`). A user of TRL would correct for stale
+completions by its truncated importance sampling; it was in no comparison but as AReaL's loss.
+
+**Task**: SmolLM2-135M-Instruct with four-bit weights, `addition` and `largest` of `few_shot`, with splits of their
+own: 2,000 problems for training, 150 for tuning, 300 for reports. 48 rollouts of 8 prompts × 6 completions, up to the
+end of the first line, one optimizer step each. The policy of 16 versions ago has written them, and one version more
+passes until they are trained on (`stale`); the first 18 rollouts are the base model's. Gradients are clipped at 1.
+
+**Arms**: GRPO, with the clip range that its trials choose; GRPO with truncated importance sampling as TRL computes it,
+per token or per completion, whichever is better in its trials on a task; truncated REINFORCE; (1, 2, 0, 1) with the
+escort push. In the second, the policy is recomputed for each rollout, which serves one step: its ratio is 1 there, and
+no clip range acts.
+
+**Tuning**, alike for all: rates 2.5e-6 to 4e-5 in steps of 2, for plain GRPO with the clip ranges 0.2, 0.4 and 0.8,
+with seed 701; the best two also with 702; on the 150 problems. Where an edge of rates or clip ranges is chosen, one
+beyond it is added, at most three times. **Reports**: seeds 711 to 722 for all arms, on the 300. Primary: sampled
+accuracy, paired by seed.
+
+**Rule**. Truncated REINFORCE or (1, 2, 0, 1) is recommended for stale completions only if, on both tasks, the lower
+bounds of the 95 % t intervals of its sampled accuracy less plain GRPO's and less that of GRPO with truncated
+importance sampling are above 0, and its mean greedy accuracy is at most 3 points behind either's. If both forms pass,
+the one with the higher mean sampled accuracy over the two tasks is. If none passes, none is recommended. All must hold
+at once, so nothing is corrected. With this and `cliff`, comparisons of losses end.
+
+**Order and cost**: `addition` first, its trials, then its reports seed by seed for all arms, so that arms have the
+same seeds wherever time ends; then `largest`. 96 reports and about 106 trials of about 200 processor seconds, by parts
+that were timed on a busy machine: 11 to 12 hours of one process with one thread, and at most 16. If time is short,
+`largest` stays unfinished, and nothing is decided; no arm or seed is left out.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+from transformers.trainer_callback import PrinterCallback
+
+from opo_trl import OPOConfig
+from opo_trl.data.few_shot import first_line_reward
+
+from ..intervals import estimate
+from ..many_runs import read_command_line
+from ..pages import table
+from ..staged import Stages, extended, read, run_missing
+from . import bounds, offline, real_model, shared_beginning
+from .bounds import Arm, Found, Run
+from .objectives import published
+from .objectives.report import shown
+from .stale import StaleTrainer, common_fields
+
+
+RECORD = Path(__file__).resolve().with_name("stale_pretrained.jsonl")
+TASKS = ("addition", "largest")
+ROLLOUTS, AGE, SPLITS_SEED, AT_A_TIME = 48, 17, 67, 300
+RATES = tuple(2.5e-6 * 2**i for i in range(5))
+TUNING_SEEDS, SEEDS, EXTENSIONS = (701, 702), tuple(range(711, 723)), 3
+BEHIND = 3.0  # points of greedy accuracy
+
+TRUNCATED = tuple(name for name in bounds.LATER if "truncated" in name)
+CANDIDATES = ("truncated REINFORCE", "(1, 2, 0, 1)")
+ARMS = {
+    "GRPO": Arm(published.GRPO, {"log_ratio_reduction": "mean"}, "low high", (0.2, 0.4, 0.8)),
+    **{name: bounds.ARMS[name] for name in (*TRUNCATED, *CANDIDATES)},
+}
+
+
+# Which runs
+
+
+def trials(arm: str, task: str, found: Found) -> Stages:
+    """The trials of an arm, as far as they are known."""
+    region = Stages(
+        lambda setting, seed, tuning: Run(arm, task, *setting, seed, tuning),
+        [(rate, own) for rate in RATES for own in ARMS[arm].values],
+        TUNING_SEEDS,
+        seeds=(),
+        few=len(TUNING_SEEDS),
+    )
+    return extended(region, found, EXTENSIONS)
+
+
+def tuned(arm: str, task: str, found: Found) -> float | None:
+    """Mean accuracy of the best trial; `None` as long as one is missing."""
+    own = trials(arm, task, found)
+    return None if own.next_runs(found) else fmean(own.scores(own.chosen(found), found))
+
+
+def reporting(task: str, found: Found) -> list[str]:
+    """The arms that report: of the two with truncated sampling, the better in its trials, once that is known."""
+    arms = [arm for arm in ARMS if arm not in TRUNCATED]
+    scores = {arm: score for arm in TRUNCATED if (score := tuned(arm, task, found)) is not None}
+    if len(scores) == len(TRUNCATED):
+        arms.insert(1, max(scores, key=scores.__getitem__))
+    return arms
+
+
+def reports(arm: str, task: str, found: Found) -> list[Run]:
+    """The runs of an arm that report, once its trials are finished."""
+    own = trials(arm, task, found)
+    if own.next_runs(found) or arm not in reporting(task, found):
+        return []
+    return [own.run(own.chosen(found), seed, False) for seed in SEEDS]
+
+
+def next_trials(arm: str, task: str) -> list[Run]:
+    found = read(Run, RECORD)
+    return trials(arm, task, found).next_runs(found)
+
+
+def next_reports(task: str) -> list[Run]:
+    """The missing reports of a task's arms, seed by seed, once all are tuned."""
+    found = read(Run, RECORD)
+    if any(tuned(arm, task, found) is None for arm in ARMS):
+        return []
+    by_arm = [reports(arm, task, found) for arm in reporting(task, found)]
+    return [run for of_seed in zip(*by_arm, strict=True) for run in of_seed if run not in found]
+
+
+# A run
+
+
+@cache
+def task_of(level: str) -> offline.Task:
+    """A task with problems of its own."""
+    problems = partial(bounds.problems_of, level, SPLITS_SEED)
+    return replace(bounds.RECORDED[level], problems=problems, batch=AT_A_TIME)
+
+
+class Stale(StaleTrainer):
+    """Samples with the beginning of all prompts computed once."""
+
+    sample = staticmethod(shared_beginning.sample)
+
+
+def rewards(completions: list[str], solution: list[str], **_: Any) -> list[float]:
+    """Whether the first line is the solution."""
+    return first_line_reward(completions, solution)
+
+
+def make_trainer(run: Run, folder: str, rollouts: int = ROLLOUTS) -> Any:
+    """The trainer of a run."""
+    real_model.multiply_as_bfloat16()
+    shared_beginning.apply(in_one_pass=True)
+    offline.trl.trainer.utils._use_triton = lambda device: True  # the head computes completions only, as on GPUs
+    task, arm = task_of(run.regime), ARMS[run.arm]
+    tokenizer = AutoTokenizer.from_pretrained(task.base)
+    texts = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
+    ends = [tokenizer.eos_token_id, *(token for token, text in enumerate(texts) if "\n" in text)]
+    rows = [{"prompt": row["problem"], "solution": row["solution"]} for row in task.problems()[0]]
+    fields = common_fields(folder, run.learning_rate, run.seed, max_steps=rollouts) | arm.options
+    fields |= {"max_completion_length": task.max_tokens, "max_grad_norm": 1.0, "shuffle_dataset": False}
+    kind = type("Stale", (Stale,), {"objective_class": arm.kind})
+    trainer = kind(
+        task.base,
+        rewards,
+        args=OPOConfig(**fields),
+        age=AGE,
+        problems=Dataset.from_list(rows).shuffle(seed=run.seed),
+        tokenizer=tokenizer,
+        ends=ends,
+    )
+    for name in arm.own.split():
+        setattr(trainer.policy_objective, name, run.own)
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Train and measure in this process, which must be a new one."""
+    torch.set_num_threads(1)
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+        trainer = make_trainer(run, folder)
+        trainer.train()
+    measured = bounds.measure_both(run, task_of(run.regime), trainer.model.state_dict())
+    entries = [entry for entry in trainer.state.log_history if "reward" in entry]
+    return {
+        **asdict(run),
+        **measured,
+        "rewards": [round(entry["reward"], 3) for entry in entries],
+        "seconds": round(time.process_time() - began, 1),
+    }
+
+
+# The rule and the page
+
+
+def gains(arm: str, other: str, task: str, found: Found, measure: str = "sampled") -> list[float]:
+    """Points that an arm is ahead of another, by seed."""
+    of_two = ([found[run][measure] for run in reports(name, task, found)] for name in (arm, other))
+    return [100 * (own - its) for own, its in zip(*of_two, strict=True)]
+
+
+def is_finished(task: str, found: Found) -> bool:
+    """Whether all arms of a task have reported."""
+    arms = reporting(task, found)
+    wanted = [run for arm in arms for run in reports(arm, task, found)]
+    return len(wanted) == (len(CANDIDATES) + 2) * len(SEEDS) and all(run in found for run in wanted)
+
+
+def is_recommended(arm: str, task: str, found: Found) -> bool:
+    """Whether a candidate is ahead of GRPO with and without truncated sampling on a task, and not behind greedy."""
+    for other in reporting(task, found):
+        if other in CANDIDATES:
+            continue
+        sampled = estimate(gains(arm, other, task, found))
+        greedy = estimate(gains(arm, other, task, found, "greedy"))
+        assert sampled.interval
+        if sampled.interval[0] <= 0 or greedy.mean < -BEHIND:
+            return False
+    return True
+
+
+def recommended(found: Found) -> str:
+    """The form that the rule recommends; empty if it recommends none."""
+    passed = [arm for arm in CANDIDATES if all(is_recommended(arm, task, found) for task in TASKS)]
+
+    def mean(arm: str) -> float:
+        return fmean(found[run]["sampled"] for task in TASKS for run in reports(arm, task, found))
+
+    return max(passed, key=mean, default="")
+
+
+def page(found: Found) -> str:
+    """The finished tasks as a page, and the decision once both are finished."""
+    finished = [task for task in TASKS if is_finished(task, found)]
+    text = [_INTRODUCTION]
+    for task in finished:
+        text.append(f"## `{task}`\n\n{_accuracies(task, found)}\n\n{_differences(task, found)}\n")
+    if len(finished) == len(TASKS):
+        form = recommended(found)
+        said = f"**{form}** is recommended for stale completions." if form else "**No form is recommended.**"
+        text.append(f"## The decision\n\n{said}\n")
+    else:
+        missing = " and ".join(f"`{task}`" for task in TASKS if task not in finished)
+        text.append(f"**Not finished**, so nothing is decided: {missing}.\n")
+    return "\n".join(text)
+
+
+def _accuracies(task: str, found: Found) -> str:
+    rows = []
+    for arm in reporting(task, found):
+        runs = reports(arm, task, found)
+        setting = f"{runs[0].learning_rate:.2g}{f', {runs[0].own:g}' if ARMS[arm].own else ''}"
+        rows.append([arm, setting, *(shown([100 * found[run][m] for run in runs]) for m in ("sampled", "greedy"))])
+    return table(["", "learning rate, clip range", "sampled", "greedy"], rows)
+
+
+def _differences(task: str, found: Found) -> str:
+    others = [arm for arm in reporting(task, found) if arm not in CANDIDATES]
+    rows = []
+    for arm in CANDIDATES:
+        for other in others:
+            both = (shown(gains(arm, other, task, found, m), signed=True) for m in ("sampled", "greedy"))
+            rows.append([f"{arm} less {other}", *both])
+    return table(["", "sampled", "greedy"], rows)
+
+
+_INTRODUCTION = """# Stale completions of a pretrained model
+
+SmolLM2-135M-Instruct with four-bit weights, trained on 48 rollouts by its policy of 16 versions ago. Accuracies in %
+on 300 problems, ± half of the 95 % t interval over twelve seeds; differences are paired by seed. [Plan, rule and
+code](stale_pretrained.py); [every run](stale_pretrained.jsonl).
+"""
+
+
+def main() -> int:
+    arguments = read_command_line(__doc__, "run", "report")
+    if arguments.command == "report":
+        RECORD.with_suffix(".md").write_text(page(read(Run, RECORD)))
+        return 0
+    stages = []
+    for task in TASKS:
+        stages += [partial(next_trials, arm, task) for arm in ARMS]
+        stages.append(partial(next_reports, task))
+    return run_missing(stages, train, RECORD, arguments.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
