@@ -2,7 +2,7 @@
 What an update is a share of: generation, scoring and update in a step of TRL's GRPOTrainer and of OPOTrainer.
 
     python -m benchmarks.models.smollm2 --output runs/smollm2
-    python -m benchmarks.updates.share_of_update                  # → share_of_update.{json,md}; one core, 15 minutes
+    python -m benchmarks.updates.share_of_update                  # → share_of_update.{json,md}; one core, half an hour
     python -m benchmarks.updates.share_of_update --write          # the page, from share_of_update.json
 
 Each trainer trains the same model on the same prompts, with one optimizer step per rollout and the same rates, in
@@ -40,7 +40,7 @@ from ..record import origin
 
 RECORD = Path(__file__).resolve().with_name("share_of_update.json")
 SMOLLM2 = Path("runs/smollm2")
-ROLLOUTS, REPEATS, SEED = 9, 3, 4242
+REPEATS, SEED = 3, 4242
 PHASES = ("generation", "scoring", "update")
 TRAINERS: dict[str, tuple[type[GRPOTrainer], Callable[..., Any]]] = {
     "TRL's GRPOTrainer": (GRPOTrainer, GRPOConfig),
@@ -57,6 +57,7 @@ class Case:
     problems: Callable[[], list[dict[str, Any]]]
     reward: Callable[..., list[float]]
     fields: dict[str, Any]
+    rollouts: int  # the first is not counted
 
 
 CASES = {
@@ -65,18 +66,14 @@ CASES = {
         lambda: list(arithmetic.make_problems("train", ["Level 3"])),
         arithmetic.arithmetic_reward,
         {"per_device_train_batch_size": 96, "max_completion_length": 40, "learning_rate": 1e-4},
+        rollouts=9,
     ),
     "SmolLM2-135M, `addition`": Case(
         lambda: SMOLLM2,
         lambda: list(few_shot.make_problems("train", ["addition"])),
         few_shot.first_line_reward,
         {"per_device_train_batch_size": 48, "max_completion_length": 6, "learning_rate": 1e-5},
-    ),
-    "SmolLM2-135M, `largest`": Case(
-        lambda: SMOLLM2,
-        lambda: list(few_shot.make_problems("train", ["largest"])),
-        few_shot.first_line_reward,
-        {"per_device_train_batch_size": 48, "max_completion_length": 6, "learning_rate": 1e-5},
+        rollouts=3,
     ),
 }
 
@@ -137,7 +134,7 @@ def measure(case: Case, name: str) -> dict[str, float]:
         args = config_class(
             output_dir=folder,
             num_generations=6,
-            max_steps=ROLLOUTS,
+            max_steps=case.rollouts,
             lr_scheduler_type="constant",
             beta=0.0,
             seed=SEED,
@@ -170,7 +167,8 @@ def run() -> dict[str, Any]:
                 seconds[name].append(measure(case, name))
                 print(title, name, seconds[name][-1], flush=True)
         cases[title] = seconds
-    return {**origin(), "rollouts": ROLLOUTS - 1, "cases": cases}
+    steps = {title: case.rollouts - 1 for title, case in CASES.items()}
+    return {**origin(), "steps": steps, "cases": cases}
 
 
 def page(record: dict[str, Any]) -> str:
@@ -184,19 +182,20 @@ def page(record: dict[str, Any]) -> str:
             ratios = [sum(phases.values()) / of_trl for phases, of_trl in zip(repeats, reference, strict=True)]
             ratio = f"{median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
             rows.append([title, name, *shares, "1" if name == "TRL's GRPOTrainer" else ratio])
-    made = f"`{record['command']}`, {record['date']}, {record['device']}, commit {record['git_commit']}"
+    steps = " and ".join(str(number) for number in record["steps"].values())
+    made = f"`python {record['command']}`, {record['date']}, {record['device']}, commit {record['git_commit']}"
     return "\n".join(
         [
             "# What an update is a share of",
             "",
             "Processor seconds per step on one core, with the share of the step in brackets, and the time of whole",
             "steps relative to TRL's GRPOTrainer: medians of three runs, the ratio with its range.",
-            f"{record['rollouts']} steps each, one per rollout, of completions from the model's own policy; float32.",
+            f"{steps} steps each, one per rollout, of completions from the model's own policy; float32.",
             "[How](share_of_update.py).",
             "",
             table(["model and task", "trainer", *PHASES, "step"], rows),
             "",
-            f"Made by {made}.",
+            f"Made by {made}. {record.get('remark', '')}".strip(),
             "",
         ]
     )
