@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Torch and what imports it follow where they are used: pytest's first process, which runs no test, needs none of them.
 import hypothesis
-import installed  # noqa: F401
+import metadata_read_once  # noqa: F401
 import pytest
 
 
@@ -42,10 +42,10 @@ FIRST = (
     "test_scoring",
     "test_environments",
     "test_recorded",
-    "test_fitting_in",
+    "test_features_of_trl",
     "test_train",
     "test_update_phase",
-    "test_ports",
+    "test_public_scripts",
     "test_replay",
     "test_checkpoint",
     "test_cutting",
@@ -98,7 +98,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
             built = pretend_device()
         except LookupError as lacks:
             raise pytest.UsageError(f"--on-device needs a GPU, or a pretend one: {lacks}") from None
-        paths = [str(Path(__file__).with_name("pretend")), str(built), os.environ.get("PYTHONPATH")]
+        paths = [str(Path(__file__).with_name("pretend_devices")), str(built), os.environ.get("PYTHONPATH")]
         visible, place = "0,1,2,3", {"FAKE_CUDA_DEVICES": "4", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     # Transformers would divide every batch between all devices that a process sees.
     place |= {"OPO_TRL_ON_DEVICE": visible, "CUDA_VISIBLE_DEVICES": visible.split(",")[0]}
@@ -138,8 +138,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def player(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of a small model that plays the game of `guessing`."""
-    from guessing import save_player
+    """Folder of a small model that plays the game of `guessing_game`."""
+    from guessing_game import save_player
 
     return save_player(tmp_path_factory.mktemp("player"))
 

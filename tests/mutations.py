@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from simulated import simulate
+from simulated_releases import simulate
 
 
 ROOT = Path(__file__).resolve().parents[1]

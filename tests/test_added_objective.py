@@ -10,17 +10,11 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 import yaml
-from helpers import (
-    SMALL,
-    Recording,
-    Reference,
-    Script,
-    assert_step_equals,
-    even_tokens,
-    make_trainer,
-    relative_error,
-    trained,
-)
+from device_fields import SMALL
+from float64_reference import Reference, assert_step_equals
+from named_tensors import relative_error
+from recording_trainers import Recording, make_trainer, trained
+from scripted_rollouts import Script, even_tokens
 from test_docs import code
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -150,7 +144,11 @@ def test_recipe_sets_options_and_a_run_keeps_them(tiny_model, tmp_path, capsys):
     problems.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     folder = tmp_path / "run"
     fields = {**SMALL, "model_name_or_path": tiny_model, "dataset_name": str(problems), "output_dir": str(folder)}
-    fields |= {"reward_funcs": ["helpers.even_tokens"], "objective": NAME, "objective_options": {"factor": 0.25}}
+    fields |= {
+        "reward_funcs": ["scripted_rollouts.even_tokens"],
+        "objective": NAME,
+        "objective_options": {"factor": 0.25},
+    }
     fields |= {"max_completion_length": 4, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     fields |= {"num_generations": 4, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     recipe = tmp_path / "recipe.yaml"

@@ -22,11 +22,12 @@ from pkgutil import resolve_name
 
 import pytest
 import trl
-from helpers import environment, make_trainer
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from simulated import LATER, SHIFTED, simulate
+from recording_trainers import make_trainer
+from simulated_releases import LATER, SHIFTED, simulate
+from started_programs import environment
 from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.paper.recorded_runs import unpack
@@ -292,7 +293,7 @@ def test_simulated_later_release_trains_with_notes(tmp_path):
 
 SCRIPT = """
 import sys
-from helpers import make_trainer
+from recording_trainers import make_trainer
 
 make_trainer(sys.argv[1], sys.argv[2]).train()
 """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers import USE_CPU
+from device_fields import USE_CPU
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import CONTINUOUS, SMALL, even_tokens
-from invariance.launch import launch, logs
+from device_fields import CONTINUOUS, SMALL
+from launched_processes import launch, logs
+from scripted_rollouts import even_tokens
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer

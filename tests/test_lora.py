@@ -9,20 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command.test_train import arguments
-from helpers import (
-    PRETEND,
-    RECIPES,
-    Script,
-    changed_weights,
-    even_tokens,
-    free_port,
-    make_trainer,
-    metric,
-    same_weights,
-    trained,
-)
+from device_fields import PRETEND, RECIPES
+from named_tensors import same_weights
 from peft import LoraConfig, PeftModel, get_peft_model
+from recording_trainers import changed_weights, make_trainer, metric, trained
 from safetensors.torch import load_file, save_file
+from scripted_rollouts import Script, even_tokens
+from started_programs import free_port
 from torch import distributed
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import fully_shard

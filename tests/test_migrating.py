@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from datasets import Dataset
-from helpers import SMALL, USE_CPU
+from device_fields import SMALL, USE_CPU
 from trl import ModelConfig
 
 from opo_trl import OPOConfig, OPOTrainer

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from by_hand import (
+from objective_by_hand import (
     ADVANTAGES,
     CORRECTIONS,
     LOGPS,

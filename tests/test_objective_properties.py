@@ -4,9 +4,9 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from by_hand import log_ratio_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objective_by_hand import log_ratio_of
 from torch.testing import assert_close
 
 from opo_trl.metrics.opo import rollout_metrics, step_metrics

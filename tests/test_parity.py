@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BACKEND, RecordingGRPO, RecordingOPO, Script, distance, even_tokens, logged, norm, trained
-from invariance.launch import launch, logs
+from device_fields import BACKEND
+from launched_processes import launch, logs
+from named_tensors import distance, norm
+from recording_trainers import RecordingGRPO, RecordingOPO, logged, trained
+from scripted_rollouts import Script, even_tokens
 
 from opo_trl.batch import completion_tokens
 from opo_trl.patching import temporarily

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from helpers import USE_CPU
+from device_fields import USE_CPU
 
 from opo_trl.checks.files import read_json
 from opo_trl.data import files

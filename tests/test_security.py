@@ -11,8 +11,9 @@ from pickle import UnpicklingError
 import pytest
 import sympy.physics.units  # noqa: F401 - its first import evaluates names
 import torch
-from helpers import RECIPES, Bomb
+from device_fields import RECIPES
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+from pickle_bomb import Bomb
 from safetensors.torch import load_file
 from sympy import lambdify
 from sympy.core import evalf

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from helpers import environment, run_to_its_end
+from started_programs import environment, run_to_its_end
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 

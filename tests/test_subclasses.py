@@ -6,20 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import (
-    Recording,
-    RecordingOPO,
-    Script,
-    all_finite,
-    changed_weights,
-    distance,
-    logged,
-    make_trainer,
-    metric,
-    norm,
-    same_weights,
-    snapshot,
-)
+from named_tensors import all_finite, distance, norm, same_weights, snapshot
+from recording_trainers import Recording, RecordingOPO, changed_weights, logged, make_trainer, metric
+from scripted_rollouts import Script
 from transformers import TrainerCallback
 
 from opo_trl import OPOTrainer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from by_hand import gradient_of_sum, table
+from objective_by_hand import gradient_of_sum, table
 
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import MAX_WEIGHT, OPO

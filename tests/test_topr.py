@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from by_hand import table
-from helpers import EXACT, RecordingOPO, Script, logged, norm, relative_error, trained
+from float64_reference import EXACT
+from named_tensors import norm, relative_error
+from objective_by_hand import table
+from recording_trainers import RecordingOPO, logged, trained
+from scripted_rollouts import Script
 
 from opo_trl.config import ObjectiveConfig
 from opo_trl.objective import Groups, Samples, escort_weights

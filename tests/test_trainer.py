@@ -1,8 +1,8 @@
 """
 `OPOTrainer` against the definition: gradients, invariances, what it prints and what it logs.
 
-Every gradient is compared with an independent float64 computation from the logits of the model (`helpers.Reference`),
-for complete optimizer steps of several micro-batches, on-policy and off-policy.
+Every gradient is compared with an independent float64 computation from the logits of the model
+(`float64_reference.Reference`), for complete optimizer steps of several micro-batches, on-policy and off-policy.
 """
 
 import copy
@@ -15,19 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset
-from helpers import (
-    PROMPTS,
-    USE_CPU,
-    Reference,
-    Script,
-    assert_step_equals,
-    logged,
-    make_trainer,
-    metric,
-    norm,
-    relative_error,
-    trained,
-)
+from device_fields import USE_CPU
+from float64_reference import Reference, assert_step_equals
+from named_tensors import norm, relative_error
+from recording_trainers import logged, make_trainer, metric, trained
+from scripted_rollouts import PROMPTS, Script
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 

@@ -1,8 +1,8 @@
 """
 Every option of TRL that affects the loss does in OPOTrainer what its documentation says.
 
-`test_config.py` lists these options and the test of each. Gradients are compared with `helpers.Reference`, an
-independent float64 computation.
+`test_config.py` lists these options and the test of each. Gradients are compared with `float64_reference.Reference`,
+an independent float64 computation.
 """
 
 import copy
@@ -16,24 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import (
-    CONTINUOUS,
-    EXACT,
-    PROMPTS,
-    Reference,
-    Script,
-    assert_step_equals,
-    distance,
-    in_float64,
-    logged,
-    make_trainer,
-    norm,
-    relative_error,
-    snapshot,
-    trained,
-    without_times,
-)
+from device_fields import CONTINUOUS
+from float64_reference import EXACT, Reference, assert_step_equals
+from named_tensors import distance, in_float64, norm, relative_error, snapshot
 from peft import LoraConfig, get_peft_model
+from recording_trainers import logged, make_trainer, trained, without_times
+from scripted_rollouts import PROMPTS, Script
 from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from helpers import limited_files
+from started_programs import limited_files
 
 from opo_trl.checks.files import append_lines, read_json, read_lines, write, write_json, write_lines
 from opo_trl.checks.text import printable

@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import RECIPES, environment, run_to_its_end
+from device_fields import RECIPES
+from started_programs import environment, run_to_its_end
 
 
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]

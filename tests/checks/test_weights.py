@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
+from recording_trainers import make_trainer
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run_module
+from forked_modules import run_module
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response
 
 from opo_trl.checks.files import read_json, read_lines

@@ -1,12 +1,12 @@
-"""Recipes that name tools and an environment: what is checked before a run, and a game (`guessing`) to train."""
+"""Recipes that name tools and an environment: what is checked before a run, and a game (`guessing_game`) to train."""
 
 import json
 from pathlib import Path
 
 import pytest
 import yaml
-from guessing import Guessing, games
-from helpers import DEVICE_FIELDS
+from device_fields import DEVICE_FIELDS
+from guessing_game import Guessing, games
 
 from opo_trl.checks.files import read_json, read_lines
 from opo_trl.command.train import main, prepare
@@ -15,7 +15,7 @@ from opo_trl.command.train import main, prepare
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 GAME = {
     "instruction": "",
-    "environment_factory": "guessing.Guessing",
+    "environment_factory": "guessing_game.Guessing",
     "max_tool_calling_iterations": 6,
     "reward_funcs": [],  # the environment's get_reward
     "max_completion_length": 50,

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from helpers import RECIPES
+from device_fields import RECIPES
 from tiny import save_recipe_without, save_short_problems
 
 from opo_trl.checks.files import read_json

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import USE_CPU
+from device_fields import USE_CPU
 from trl.scripts import grpo
 
 from opo_trl.checks.files import read_lines

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from helpers import environment, free_port, wait_until
+from started_programs import environment, free_port, wait_until
 from trl.scripts.vllm_serve import make_parser as vllm_serve_parser
 
 

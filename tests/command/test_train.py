@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DEVICE_FIELDS
-from invariance.launch import launch, logs
+from device_fields import DEVICE_FIELDS
+from launched_processes import launch, logs
 from safetensors.torch import load_file
 
 from opo_trl import OPOTrainer

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import DEVICE_FIELDS
+from device_fields import DEVICE_FIELDS
 from transformers import AutoTokenizer
 
 from opo_trl.checks.files import read_lines

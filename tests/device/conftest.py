@@ -4,7 +4,7 @@ import inspect
 from pathlib import Path
 
 import pytest
-from processes import call
+from device_processes import call
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from compared import (
+from peft import LoraConfig
+from recording_trainers import logged, make_trainer
+from runs_on_devices import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
@@ -20,9 +22,8 @@ from compared import (
     shortened,
     to_host,
 )
-from helpers import Script, logged, make_trainer
-from peft import LoraConfig
-from simulated import untested_release
+from scripted_rollouts import Script
+from simulated_releases import untested_release
 from transformers import TrainerCallback
 
 from opo_trl.command.train import main

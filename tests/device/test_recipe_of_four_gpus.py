@@ -4,9 +4,10 @@ import re
 import sys
 
 import pytest
-from helpers import RECIPES, environment, run_to_its_end
-from processes import HERE, with_devices
+from device_fields import RECIPES
+from device_processes import HERE, with_devices
 from safetensors.torch import load_file
+from started_programs import environment, run_to_its_end
 from tiny import save_recipe_without, save_short_problems
 
 from opo_trl.checks.files import read_lines
@@ -22,7 +23,7 @@ SMALLER = {
     "max_completion_length": 8,
     "max_steps": 8,  # of which the first pass has two
     "use_vllm": "false",
-    "reward_funcs": "helpers.even_tokens",  # a tiny model is never right
+    "reward_funcs": "scripted_rollouts.even_tokens",  # a tiny model is never right
     "validation_size": 2,
     "validation_steps": 4,
     "report_size": 2,

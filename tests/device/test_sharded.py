@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, run_to_its_end
-from invariance.canonical import weights
-from invariance.classes import REPLAYED, TOLERANCE, Trained, compare, train
-from invariance.launch import CONFIGS
-from processes import HERE, with_devices
+from canonical_run import weights
+from device_processes import HERE, with_devices
+from equivalent_forms import REPLAYED, TOLERANCE, Trained, compare, train
+from launched_processes import CONFIGS
+from started_programs import environment, run_to_its_end
 
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def trained(library, tiny_model, tmp_path_factory):
         folder = tmp_path_factory.mktemp(config)
         launch = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"{config}.yaml")]
         launch += ["--num_processes", "2", "--main_process_port", "0"]
-        command = [sys.executable, *launch, HERE / "sharded.py", config, tiny_model, folder]
+        command = [sys.executable, *launch, HERE / "sharded_run.py", config, tiny_model, folder]
         env = environment(DS_ACCELERATOR="cuda", **with_devices(2, library))
         status, printed = run_to_its_end(command, env, limit=600)
         assert status == 0, printed[-6000:]

@@ -3,7 +3,11 @@
 import functools
 
 import pytest
-from compared import (
+from device_processes import call
+from guessing_game import GAMES, Guessing
+from peft import LoraConfig
+from recording_trainers import logged
+from runs_on_devices import (
     NUMBERS,
     OFF_POLICY,
     PASSES,
@@ -16,12 +20,9 @@ from compared import (
     on_device,
     shortened,
 )
-from counting import assert_no_more_than_grpo
-from guessing import GAMES, Guessing
-from helpers import Script, logged
-from peft import LoraConfig
-from processes import call
-from simulated import untested_release
+from scripted_rollouts import Script
+from simulated_releases import untested_release
+from waits_and_gathers import assert_no_more_than_grpo
 
 from opo_trl.command.train import main
 

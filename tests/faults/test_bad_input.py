@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers import USE_CPU
+from device_fields import USE_CPU
 from safetensors.torch import load_file, save_file
 from trl import GRPOConfig
 

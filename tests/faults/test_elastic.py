@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import PROMPTS, distance, without_times
-from invariance.canonical import REWARDS, Form, make_trainer, weights
-from invariance.launch import launch, logs
+from canonical_run import REWARDS, Form, make_trainer, weights
+from launched_processes import launch, logs
+from named_tensors import distance
+from recording_trainers import without_times
+from scripted_rollouts import PROMPTS
 from transformers import TrainerCallback
 
 from opo_trl.resume.checkpoint import load_state

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from helpers import RecordingOPO, limited_files, make_trainer
-from invariance.canonical import Form
-from invariance.canonical import make_trainer as make_canonical_trainer
-from invariance.launch import launch
+from canonical_run import Form
+from canonical_run import make_trainer as make_canonical_trainer
+from launched_processes import launch
+from recording_trainers import RecordingOPO, make_trainer
 from safetensors import SafetensorError
+from started_programs import limited_files
 
 from opo_trl import OPOTrainer
 from opo_trl.resume.checkpoint import fault, last_complete

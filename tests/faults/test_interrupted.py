@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import Recording, even_tokens, make_trainer, same_weights, snapshot, trained, wait_until, without_times
-from invariance.launch import launch, logs
+from launched_processes import launch, logs
+from named_tensors import same_weights, snapshot
+from recording_trainers import Recording, make_trainer, trained, without_times
+from scripted_rollouts import even_tokens
+from started_programs import wait_until
 from transformers import TrainerCallback
 
 from opo_trl.command.signals import StopOnSignal, StoppedBySignal

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import without_times
-from invariance.canonical import Form, make_trainer, weights
-from invariance.launch import launch, logs
+from canonical_run import Form, make_trainer, weights
+from launched_processes import launch, logs
+from recording_trainers import without_times
 
 from opo_trl import OPOTrainer
 from opo_trl.resume import checkpoint

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import DEVICE_FIELDS, same_weights, wait_until, without_times
-from invariance.launch import launch, logs
+from device_fields import DEVICE_FIELDS
+from launched_processes import launch, logs
+from named_tensors import same_weights
+from recording_trainers import without_times
 from safetensors.torch import load_file
+from started_programs import wait_until
 
 from opo_trl.command.recipe import parse
 from opo_trl.command.train import main

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import USE_CPU, devices_for, environment, several_processes, wait_until
+from device_fields import USE_CPU, devices_for, several_processes
+from started_programs import environment, wait_until
 
 from opo_trl.checks.files import read_lines
 from opo_trl.resume.checkpoint import last_complete

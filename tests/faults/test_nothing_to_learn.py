@@ -8,24 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import (
-    EXACT,
-    RecordingGRPO,
-    RecordingOPO,
-    Reference,
-    Script,
-    assert_step_equals,
-    changed_weights,
-    logged,
-    make_trainer,
-    metric,
-    norm,
-    relative_error,
-    same_weights,
-    snapshot,
-    trained,
-)
-from invariance.launch import launch, logs
+from float64_reference import EXACT, Reference, assert_step_equals
+from launched_processes import launch, logs
+from named_tensors import norm, relative_error, same_weights, snapshot
+from recording_trainers import RecordingGRPO, RecordingOPO, changed_weights, logged, make_trainer, metric, trained
+from scripted_rollouts import Script
 
 from opo_trl.objective import Objective, loss_terms
 from opo_trl.objectives import OBJECTIVES

@@ -8,7 +8,7 @@ import pytest
 import torch
 import trl.kernels.chunked_logprob
 import trl.trainer.utils
-from helpers import make_trainer
+from recording_trainers import make_trainer
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -7,11 +7,13 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
-from guessing import guess
-from helpers import PROMPTS, SMALL, USE_CPU, make_trainer
+from device_fields import SMALL, USE_CPU
+from guessing_game import guess
 from PIL import Image
+from recording_trainers import make_trainer
+from scripted_rollouts import PROMPTS
 from tiny import make_tokenizer
-from tiny_special import vision_model
+from tiny_image_model import vision_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.chat_template_utils import qwen3_chat_template
 

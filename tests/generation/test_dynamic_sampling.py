@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import BACKEND, Script, logged, make_trainer, metric
-from invariance.launch import launch, logs
+from device_fields import BACKEND
+from launched_processes import launch, logs
+from recording_trainers import logged, make_trainer, metric
+from scripted_rollouts import Script
 
 
 G = 4

@@ -1,8 +1,8 @@
 """
 Conversations with an environment: what is trained, reuse, dynamic sampling and exact resumption.
 
-A small model plays real games of several turns (`guessing`). The reference (`helpers.Reference`) computes each
-gradient from the definition, over what the model wrote.
+A small model plays real games of several turns (`guessing_game`). `float64_reference.Reference` computes each gradient
+from the definition, over what the model wrote.
 """
 
 import json
@@ -12,19 +12,11 @@ import sys
 
 import pytest
 import torch
-from guessing import GAMES, TOOL_WROTE, Guessing, guess
-from helpers import (
-    Reference,
-    Script,
-    assert_step_equals,
-    logged,
-    make_trainer,
-    relative_error,
-    same_weights,
-    snapshot,
-    trained,
-    without_times,
-)
+from float64_reference import Reference, assert_step_equals
+from guessing_game import GAMES, TOOL_WROTE, Guessing, guess
+from named_tensors import relative_error, same_weights, snapshot
+from recording_trainers import logged, make_trainer, trained, without_times
+from scripted_rollouts import Script
 from transformers import TrainerCallback
 
 from opo_trl.evaluate import evaluate

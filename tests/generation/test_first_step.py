@@ -13,9 +13,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from helpers import BACKEND, PROMPTS, RecordingOPO, Script, even_tokens, make_trainer, trained
-from invariance.launch import launch, logs
-from simulated import untested_release
+from device_fields import BACKEND
+from launched_processes import launch, logs
+from recording_trainers import RecordingOPO, make_trainer, trained
+from scripted_rollouts import PROMPTS, Script, even_tokens
+from simulated_releases import untested_release
 from transformers import GenerationMixin
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer

@@ -17,20 +17,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from helpers import (
-    EXACT,
-    PROMPTS,
-    RecordingOPO,
-    Reference,
-    Script,
-    assert_step_equals,
-    even_tokens,
-    in_float64,
-    logged,
-    make_trainer,
-    snapshot,
-)
-from invariance.launch import launch, logs
+from float64_reference import EXACT, Reference, assert_step_equals
+from launched_processes import launch, logs
+from named_tensors import in_float64, snapshot
+from recording_trainers import RecordingOPO, logged, make_trainer
+from scripted_rollouts import PROMPTS, Script, even_tokens
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 

@@ -1,7 +1,8 @@
 """The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
 
 import pytest
-from helpers import PROMPTS, even_tokens, trained
+from recording_trainers import trained
+from scripted_rollouts import PROMPTS, even_tokens
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from helpers import PROMPTS, Recording, Script, distance, logged, make_trainer, snapshot, without_times
+from named_tensors import distance, snapshot
+from recording_trainers import Recording, logged, make_trainer, without_times
+from scripted_rollouts import PROMPTS, Script
 
 from opo_trl import OPOConfig
 from opo_trl.resume.checkpoint import load_state

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from by_hand import f64
+from objective_by_hand import f64
 
 from opo_trl.metrics.opo import ratio_ess, target_fit
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from helpers import logged, make_trainer
+from recording_trainers import logged, make_trainer
 
 from opo_trl.metrics.log import PHASES
 from opo_trl.metrics.step_clock import StepClock

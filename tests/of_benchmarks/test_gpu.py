@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import environment, run_to_its_end, wait_until
 from peft import LoraConfig, get_peft_model
+from started_programs import environment, run_to_its_end, wait_until
 from tiny import save_short_problems
 from transformers import AutoModelForCausalLM, Qwen3Config
 

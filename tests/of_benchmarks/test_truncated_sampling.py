@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import RecordingGRPO, RecordingOPO, Script, distance, norm, trained
+from named_tensors import distance, norm
+from recording_trainers import RecordingGRPO, RecordingOPO, trained
+from scripted_rollouts import Script
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.losses.objectives import published

@@ -12,7 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from datasets import Dataset
-from helpers import PROMPTS, RecordingGRPO, even_tokens, trained
+from recording_trainers import RecordingGRPO, trained
+from scripted_rollouts import PROMPTS, even_tokens
 
 from benchmarks.paper.recorded_runs import EXPERIMENTS, unpack
 from opo_trl.checks import files

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from helpers import Bomb
+from pickle_bomb import Bomb
 from test_report import CELL, SETTINGS, scripted, text_of, write_run
 
 from opo_trl.checks import files

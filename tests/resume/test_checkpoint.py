@@ -13,23 +13,19 @@ import pytest
 import torch
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from helpers import (
-    PROMPTS,
+from named_tensors import relative_error, same_weights, snapshot
+from peft import LoraConfig
+from recording_trainers import (
     Recording,
     RecordingGRPO,
     RecordingOPO,
-    Script,
-    even_tokens,
     logged,
     make_trainer,
     metric,
-    relative_error,
-    same_weights,
-    snapshot,
     trained,
     without_times,
 )
-from peft import LoraConfig
+from scripted_rollouts import PROMPTS, Script, even_tokens
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 

@@ -5,8 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import RecordingOPO, Script, all_finite, make_trainer, metric, same_weights, snapshot, trained
+from named_tensors import all_finite, same_weights, snapshot
+from recording_trainers import RecordingOPO, make_trainer, metric, trained
 from safetensors.torch import load_file
+from scripted_rollouts import Script
 
 from opo_trl.resume import checkpoint
 

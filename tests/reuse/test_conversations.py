@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import trl
-from guessing import GAMES, TEMPLATE, guess
-from helpers import logged, make_trainer, relative_error, snapshot, trained
+from guessing_game import GAMES, TEMPLATE, guess
+from named_tensors import relative_error, snapshot
+from recording_trainers import logged, make_trainer, trained
 from tiny import make_tokenizer
 from transformers import AutoTokenizer
 

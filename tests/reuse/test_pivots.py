@@ -9,9 +9,12 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from helpers import DEVICE_FIELDS, RecordingOPO, even_tokens, logged, make_trainer, snapshot, without_times
-from invariance.launch import launch, logs
+from device_fields import DEVICE_FIELDS
+from launched_processes import launch, logs
+from named_tensors import snapshot
 from peft import LoraConfig
+from recording_trainers import RecordingOPO, logged, make_trainer, without_times
+from scripted_rollouts import even_tokens
 from tiny import make_tokenizer, save_tiny_model
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 

@@ -12,24 +12,13 @@ import pytest
 import torch
 from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
-from helpers import (
-    PROMPTS,
-    SMALL,
-    RecordingOPO,
-    Script,
-    distance,
-    even_tokens,
-    logged,
-    make_trainer,
-    norm,
-    relative_error,
-    snapshot,
-    trained,
-    without_times,
-)
-from invariance.launch import launch, logs
+from device_fields import SMALL
+from launched_processes import launch, logs
+from named_tensors import distance, norm, relative_error, snapshot
 from peft import LoraConfig, get_peft_model
+from recording_trainers import RecordingOPO, logged, make_trainer, trained, without_times
 from safetensors.torch import load_file
+from scripted_rollouts import PROMPTS, Script, even_tokens
 from tiny import save_tiny_model
 from transformers import AutoModelForCausalLM
 

@@ -3,7 +3,10 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers import Reference, Script, assert_step_equals, logged, make_trainer, relative_error, trained, without_times
+from float64_reference import Reference, assert_step_equals
+from named_tensors import relative_error
+from recording_trainers import logged, make_trainer, trained, without_times
+from scripted_rollouts import Script
 
 from opo_trl.reuse.replay import ReplayBuffer
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import logged, trained
+from recording_trainers import logged, trained
 
 from opo_trl.checks.files import write_lines
 from opo_trl.reuse.reading import RECORDED, load_conversations, load_rollouts

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answers import ADVERSARIAL, box
+from adversarial_answers import ADVERSARIAL, box
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kinds import KINDS, pairs
+from right_and_wrong_answers import KINDS, pairs
 
 from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards import accuracy_reward

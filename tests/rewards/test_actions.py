@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset
-from helpers import SMALL
+from device_fields import SMALL
 from tiny import make_tokenizer
 
 from opo_trl import OPOConfig, OPOTrainer

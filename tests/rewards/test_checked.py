@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import RecordingOPO, make_trainer
+from recording_trainers import RecordingOPO, make_trainer
 
 from opo_trl.rewards.errors import RewardError
 

@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import failing_rewards
 import psutil
 import pytest
-import scorers
 import torch
-from answers import ADVERSARIAL, box
+from adversarial_answers import ADVERSARIAL, box
 from datasets import Dataset
-from helpers import PROMPTS, RecordingOPO, logged, make_trainer, trained, wait_until
-from invariance.launch import launch, logs
+from launched_processes import launch, logs
+from recording_trainers import RecordingOPO, logged, make_trainer, trained
+from scripted_rollouts import PROMPTS
+from started_programs import wait_until
 from trl.rewards import think_format_reward
 
 from opo_trl import OPOConfig
@@ -36,7 +38,7 @@ TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def by_fate() -> Iterator[IsolatedReward]:
-    reward = IsolatedReward(scorers.by_fate, workers=2, timeout=2.0)
+    reward = IsolatedReward(failing_rewards.by_fate, workers=2, timeout=2.0)
     yield reward
     reward.close()
 
@@ -85,7 +87,7 @@ def test_warning_says_how_many_failed_and_why_in_one_line_that_no_terminal_obeys
 
 
 def test_workers_that_keep_dying_are_all_replaced():
-    reward = IsolatedReward(scorers.by_fate, workers=2)
+    reward = IsolatedReward(failing_rewards.by_fate, workers=2)
     assert score(reward, ["be killed", "1", "crash"] * 3) == [None, 1.0, None] * 3
     assert reward.errors + reward.timeouts == 6
     reward.close()
@@ -93,20 +95,20 @@ def test_workers_that_keep_dying_are_all_replaced():
 
 def test_what_a_reward_remembers_does_not_add_up_to_the_limit_on_memory(monkeypatch):
     monkeypatch.setattr(scoring, "COMPLETIONS_OF_A_WORKER", 1_000)
-    reward = IsolatedReward(scorers.remember, workers=1, memory=600)
+    reward = IsolatedReward(failing_rewards.remember, workers=1, memory=600)
     assert reward(["…"] * 3_000) == [1.0] * 3_000
     reward.close()
 
 
 def test_worker_gets_one_completion_and_its_columns():
-    reward = IsolatedReward(scorers.seen, workers=1)
+    reward = IsolatedReward(failing_rewards.seen, workers=1)
     what_trl_adds = {"trainer_state": object(), "environments": [object(), object()]}
     assert reward(["a", "bcd"], level=["Level 3", "Level 3"], **what_trl_adds) == [1.0, 3.0]
     reward.close()
 
 
 def test_workers_import_neither_torch_nor_trl():
-    reward = IsolatedReward(scorers.loaded, workers=1)
+    reward = IsolatedReward(failing_rewards.loaded, workers=1)
     assert reward(["opo_trl.rewards.scoring", "torch", "trl", "datasets", "transformers"]) == [1.0, 0.0, 0.0, 0.0, 0.0]
     reward.close()
 
@@ -142,7 +144,7 @@ def started(file: Path) -> list[int]:
 @LINUX
 @pytest.mark.parametrize("fate", ["hang in native code", "be killed", "crash"])
 def test_what_a_reward_has_started_ends_with_its_worker(tmp_path, fate):
-    reward = IsolatedReward(scorers.start_processes, workers=1, timeout=2.0)
+    reward = IsolatedReward(failing_rewards.start_processes, workers=1, timeout=2.0)
     assert reward(["…"], fate=[fate], file=[str(tmp_path / "pids")]) == [None]
     pids = started(tmp_path / "pids")
     n_calls = 1 if fate.startswith("hang") else 2  # what loses its worker is scored once more
@@ -155,7 +157,7 @@ def test_what_a_reward_has_started_ends_with_its_worker(tmp_path, fate):
 @pytest.mark.parametrize("end", ["closed", "worn out", "told to end", "server told to end"])
 def test_what_a_reward_has_started_lives_as_long_as_its_worker(tmp_path, monkeypatch, end):
     monkeypatch.setattr(scoring, "COMPLETIONS_OF_A_WORKER", 3)  # of which the first is that of the pool's start
-    reward = IsolatedReward(scorers.start_processes, workers=1)
+    reward = IsolatedReward(failing_rewards.start_processes, workers=1)
     assert reward(["…"], fate=["1"], file=[str(tmp_path / "pids")]) == [1.0]
     time.sleep(0.5)
     pids = started(tmp_path / "pids")
@@ -180,14 +182,14 @@ def test_what_a_reward_has_started_lives_as_long_as_its_worker(tmp_path, monkeyp
 
 def test_too_little_memory_and_a_function_that_no_worker_can_import_are_rejected():
     with pytest.raises(ValueError, match="memory=64 is not allowed"):
-        IsolatedReward(scorers.by_fate, memory=64)
+        IsolatedReward(failing_rewards.by_fate, memory=64)
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         IsolatedReward(lambda completions, **kwargs: [0.0])
 
 
 SCRIPT = """
 import sys
-import scorers
+import failing_rewards
 from opo_trl.rewards.scoring import IsolatedReward
 
 def own(completions, **kwargs): return [0.0 for _ in completions]
@@ -196,9 +198,9 @@ print("imported", flush=True)
 what = sys.argv[1]
 if what == "own":
     IsolatedReward(own, workers=1)(["…"])
-reward = IsolatedReward(scorers.process_id, workers=2)
+reward = IsolatedReward(failing_rewards.process_id, workers=2)
 print(*(int(pid) for pid in reward(["…"] * 50)), flush=True)
-reward = IsolatedReward(scorers.start_processes, workers=1, timeout=60.0)
+reward = IsolatedReward(failing_rewards.start_processes, workers=1, timeout=60.0)
 if what == "raises":
     reward(["…"], fate=["1"], file=["pids"])
     raise SystemExit(7)
@@ -258,7 +260,7 @@ def test_workers_that_cannot_start_are_an_error(monkeypatch):
 
 
 def test_reward_that_is_no_longer_used_ends_its_workers():
-    reward = IsolatedReward(scorers.process_id, workers=2)
+    reward = IsolatedReward(failing_rewards.process_id, workers=2)
     pids = [int(pid) for pid in reward(["…"] * 50)]
     del reward
     gc.collect()
@@ -316,8 +318,8 @@ def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp
             max_steps=3,
         )
 
-    plain = run(scorers.none_for_every_fourth_length, "plain")
-    isolated = run(IsolatedReward(scorers.raise_for_every_fourth_length, workers=2), "isolated")
+    plain = run(failing_rewards.none_for_every_fourth_length, "plain")
+    isolated = run(IsolatedReward(failing_rewards.raise_for_every_fourth_length, workers=2), "isolated")
     for weight, other_weight in zip(plain.model.parameters(), isolated.model.parameters(), strict=True):
         assert torch.equal(weight, other_weight)
     errors = [entry["reward/errors"] for entry in logged(isolated)]
@@ -329,7 +331,7 @@ def test_run_continues_as_if_the_failed_completions_had_no_score(tiny_model, tmp
 
 def train_with_failing_scores(model: str, folder: str) -> None:
     """In each of two processes, in one of which no completion can be scored; writes down how it ends."""
-    reward = IsolatedReward(scorers.by_fate, workers=1)
+    reward = IsolatedReward(failing_rewards.by_fate, workers=1)
     data = Dataset.from_dict({"prompt": PROMPTS, "fate": ["1", "0", "1", "0", *["raise", "1"] * 2]})
     arguments = {"reward_funcs": reward, "train_dataset": data}
     options = {"gradient_accumulation_steps": 1, "shuffle_dataset": False, "max_steps": 20}

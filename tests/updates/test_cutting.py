@@ -6,20 +6,12 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    EXACT,
-    RecordingOPO,
-    Reference,
-    Script,
-    distance,
-    logged,
-    relative_error,
-    snapshot,
-    trained,
-    without_times,
-)
+from float64_reference import EXACT, Reference
 from hypothesis import given
 from hypothesis import strategies as st
+from named_tensors import distance, relative_error, snapshot
+from recording_trainers import RecordingOPO, logged, trained, without_times
+from scripted_rollouts import Script
 
 from opo_trl.updates import cutting
 from opo_trl.updates.cutting import FEWEST_PASSES, Limits, best_cut, partition, spread

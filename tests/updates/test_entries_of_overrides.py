@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from invariance.canonical import COMPLETIONS_PER_STEP, Form, make_trainer
-from invariance.launch import launch, logs
+from canonical_run import COMPLETIONS_PER_STEP, Form, make_trainer
+from launched_processes import launch, logs
 
 from opo_trl import OPOTrainer
 from opo_trl.resume.checkpoint import load_state

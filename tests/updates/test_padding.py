@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import RecordingOPO, Script, logged, trained
 from peft import PrefixTuningConfig
+from recording_trainers import RecordingOPO, logged, trained
+from scripted_rollouts import Script
 from tiny import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 

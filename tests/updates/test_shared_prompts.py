@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from helpers import EXACT, RecordingOPO, Script, distance, logged, snapshot, trained
+from float64_reference import EXACT
+from named_tensors import distance, snapshot
+from recording_trainers import RecordingOPO, logged, trained
+from scripted_rollouts import Script
 from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.utils import add_fused_lm_head

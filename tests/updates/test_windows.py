@@ -3,19 +3,10 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers import (
-    EXACT,
-    RecordingOPO,
-    Reference,
-    Script,
-    assert_step_equals,
-    distance,
-    logged,
-    make_trainer,
-    norm,
-    snapshot,
-    trained,
-)
+from float64_reference import EXACT, Reference, assert_step_equals
+from named_tensors import distance, norm, snapshot
+from recording_trainers import RecordingOPO, logged, make_trainer, trained
+from scripted_rollouts import Script
 
 
 GROUP = 2

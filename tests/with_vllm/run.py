@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from helpers import even_tokens
 from peft import LoraConfig, PeftModel
+from scripted_rollouts import even_tokens
 from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOConfig, OPOTrainer

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from helpers import snapshot
+from named_tensors import snapshot
 from run import main, make, own_logps, vllm_options
 from transformers import AutoModelForCausalLM, TrainerCallback
 

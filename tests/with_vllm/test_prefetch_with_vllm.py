@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers import wait_until
 from safetensors.torch import load_file
 from serving import result_of, vllm_server
+from started_programs import wait_until
 
 
 pytestmark = pytest.mark.vllm

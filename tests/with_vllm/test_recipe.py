@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import yaml
-from helpers import RECIPES
+from device_fields import RECIPES
 from safetensors.torch import load_file
 from tiny import save_recipe_without, save_short_problems
 
@@ -26,7 +26,7 @@ SMALLER = {
     "vllm_gpu_memory_utilization": 0.05,
     "vllm_max_model_length": 320,
     "vllm_enable_sleep_mode": "false",
-    "reward_funcs": "helpers.even_tokens",  # a tiny model is never right
+    "reward_funcs": "scripted_rollouts.even_tokens",  # a tiny model is never right
     "validation_size": 2,
     "validation_steps": 8,
     "report_size": 2,

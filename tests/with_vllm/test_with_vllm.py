@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import yaml
-from helpers import RECIPES
+from device_fields import RECIPES
 
 
 # Mean difference of log-probabilities: 0.005 was measured with vLLM's bfloat16, 0.6 to 1.2 with old weights.

@@ -13,22 +13,11 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
-from helpers import (
-    EXACT,
-    PROMPTS,
-    RECIPES,
-    Recording,
-    RecordingOPO,
-    Reference,
-    Script,
-    distance,
-    even_tokens,
-    logged,
-    make_trainer,
-    norm,
-    snapshot,
-    without_times,
-)
+from device_fields import RECIPES
+from float64_reference import EXACT, Reference
+from named_tensors import distance, norm, snapshot
+from recording_trainers import Recording, RecordingOPO, logged, make_trainer, without_times
+from scripted_rollouts import PROMPTS, Script, even_tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -122,7 +111,7 @@ def generates(*, reward: Callable = even_tokens, **more: Any) -> dict[str, Any]:
 
 
 def on_device(*arguments: Any, resume: str | None = None, **options: Any) -> Recording:
-    """[`helpers.make_trainer`] on this process's device, trained and checked."""
+    """[`recording_trainers.make_trainer`] on this process's device, trained and checked."""
     trainer = make_trainer(*arguments, use_cpu=False, **options)
     trainer.train(resume_from_checkpoint=resume)
     check(trainer)

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import SMALL, even_tokens
+from device_fields import SMALL
+from scripted_rollouts import even_tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from helpers import BACKEND, PROMPTS, SMALL, USE_CPU, Script, even_tokens
+from device_fields import BACKEND, SMALL, USE_CPU
 from peft import LoraConfig
 from safetensors.torch import load_file
+from scripted_rollouts import PROMPTS, Script, even_tokens
 from torch import Tensor
 
 from opo_trl import OPOConfig, OPOTrainer

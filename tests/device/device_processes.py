@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from invariance.launch import launch, logs
+from launched_processes import launch, logs
 
 
 HERE = Path(__file__).resolve().parent
@@ -25,7 +25,7 @@ class Server(forkserver.ForkServer):
     def __init__(self, environment: dict[str, str]):
         super().__init__()
         self.environment = environment
-        self.set_forkserver_preload(["imported"])
+        self.set_forkserver_preload(["preloaded_for_devices"])
 
     def ensure_running(self) -> None:
         with patch.dict(os.environ, self.environment):
@@ -38,7 +38,7 @@ def with_devices(devices: int, library: Path) -> dict[str, str]:
         "FAKE_CUDA": "1",
         "FAKE_CUDA_DEVICES": str(devices),
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),  # other tests hide all devices
-        "PYTHONPATH": os.pathsep.join(map(str, [HERE.parent / "pretend", library, *PATHS])),
+        "PYTHONPATH": os.pathsep.join(map(str, [HERE.parent / "pretend_devices", library, *PATHS])),
     }
 
 

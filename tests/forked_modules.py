@@ -1,5 +1,5 @@
 """
-`python -m MODULE …` in a process that is forked from the server of `invariance.launch`, which has imported torch, TRL
+`python -m MODULE …` in a process that is forked from the server of `launched_processes`, which has imported torch, TRL
 and this package: their imports take longer than what most tests start. Where a test is about an interpreter's start
 (what it imports, variables that are read then, a console script), it starts a new one instead.
 """
@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from invariance.launch import launch, logs
+from launched_processes import launch, logs
 
 
 def run_module(module: str, *words: str, folder: Path, place: Path) -> str:

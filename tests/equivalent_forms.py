@@ -13,7 +13,8 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from helpers import USE_CPU, distance
+from device_fields import USE_CPU
+from named_tensors import distance
 from torch import Tensor
 
 from .canonical import STEPS, Form, run, weights

@@ -79,7 +79,7 @@ def save_player(folder: Path) -> str:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
     model = build_model(tokenizer, {**shape, "num_attention_heads": 2, "num_key_value_heads": 1})
-    # `helpers.Reference` takes gradients by each parameter.
+    # `float64_reference.Reference` takes gradients by each parameter.
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     rng, optimizer = random.Random(0), torch.optim.Adam(model.parameters(), lr=0.02)

@@ -19,10 +19,11 @@ import torch
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from helpers import USE_CPU, devices_for, free_port
+from device_fields import USE_CPU, devices_for
+from started_programs import free_port
 
 
-TESTS = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
 CONFIGS = TESTS.parent / "recipes" / "accelerate"
 
 # Not Python's own server: the workers of rewards are forked from that, with the imports of its first user.
@@ -134,7 +135,7 @@ def prepare() -> None:
         os.environ["PYTHONPATH"] = str(TESTS)
     elif str(TESTS) not in paths.split(os.pathsep):
         os.environ["PYTHONPATH"] = f"{TESTS}{os.pathsep}{paths}"
-    SERVER.set_forkserver_preload(["invariance.preload"])
+    SERVER.set_forkserver_preload(["preloaded_for_launches"])
 
 
 def _run(target: Callable[..., None], arguments: tuple, env: dict[str, str], log: Path):

@@ -2,8 +2,8 @@
 
 import gc
 
-import helpers  # noqa: F401
-import installed  # noqa: F401
+import float64_reference  # noqa: F401
+import metadata_read_once  # noqa: F401
 import peft  # noqa: F401
 import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from helpers import BACKEND, PRETEND, PROMPTS, SMALL, logged, snapshot
-from invariance.launch import launch, logs
+from device_fields import BACKEND, PRETEND, SMALL
+from launched_processes import launch, logs
+from named_tensors import snapshot
 from PIL import Image
-from tiny_special import vision_model
+from recording_trainers import logged
+from scripted_rollouts import PROMPTS
+from tiny_image_model import vision_model
 from torch.nn.utils import parameters_to_vector
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, EarlyStoppingCallback
 

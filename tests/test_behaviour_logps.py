@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from helpers import RecordingOPO, Script, logged, make_trainer, trained
+from recording_trainers import RecordingOPO, logged, make_trainer, trained
+from scripted_rollouts import Script
 
 from opo_trl.objective import token_sum
 

@@ -24,8 +24,10 @@ import torch
 import trl
 import yaml
 from datasets import Dataset, DatasetDict
-from helpers import SMALL, logged, snapshot
+from device_fields import SMALL
+from named_tensors import snapshot
 from peft import PeftModel
+from recording_trainers import logged
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.scripts import grpo as trl_script

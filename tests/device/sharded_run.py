@@ -2,7 +2,7 @@
 Started by `test_sharded.py` in two processes with a pretend CUDA device each: trains the canonical run with replay in
 float32 with scripted completions, then in bfloat16 with sampled ones, the latter twice: in one go, and resumed.
 
-    accelerate launch --config_file recipes/accelerate/CONFIG.yaml --num_processes 2 sharded.py CONFIG MODEL FOLDER
+    accelerate launch --config_file recipes/accelerate/CONFIG.yaml --num_processes 2 sharded_run.py CONFIG MODEL FOLDER
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import without_times
-from invariance.canonical import Form, describe, make_trainer
-from invariance.classes import REPLAYED
-from simulated import untested_release
+from canonical_run import Form, describe, make_trainer
+from equivalent_forms import REPLAYED
+from recording_trainers import without_times
+from simulated_releases import untested_release
 from transformers import AutoModelForCausalLM
 
 from opo_trl import OPOTrainer

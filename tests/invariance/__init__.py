@@ -1,1 +1,0 @@
-"""One trajectory, any execution: the same run in different forms, as equivalence classes."""
