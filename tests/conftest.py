@@ -128,6 +128,22 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
+class Bomb:
+    """Loading its pickle creates a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> Bomb:
+    """What creates the folder `harm` once its pickle is loaded."""
+    return Bomb(tmp_path / "harm")
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of a small random Qwen3 and its tokenizer."""

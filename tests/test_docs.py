@@ -116,6 +116,7 @@ def cell(report: str, method: str, column: str) -> str:
     return next(row[place] for row in rows if row[0] == method)
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("method", "in_regime"), [("opo", "OPO, mu = 0.3"), ("grpo", "GRPO"), ("gspo", "GSPO"), ("dapo", "DAPO")]
 )
@@ -151,6 +152,7 @@ def figures(path: Path) -> set[str]:
     return set(re.findall(FIGURE, in_one_line(without_cells)))
 
 
+@pytest.mark.pages
 def test_every_figure_with_an_interval_or_a_range_is_in_a_report():
     reported = set.union(*map(figures, BENCHMARKS.rglob("*.md")))
     assert set.union(*map(figures, PAGES))

@@ -70,10 +70,12 @@ def test_python_of_readme_trains_off_policy_for_as_many_steps_as_the_bar_shows(t
     assert [entry["opo/pass"] for entry in log[:8]] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
+@pytest.mark.pages
 def test_readme_is_short():
     assert len(README.split()) <= 1200
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_fits_the_column_of_the_site(page):
     blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

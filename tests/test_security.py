@@ -13,7 +13,6 @@ import sympy.physics.units  # noqa: F401 - its first import evaluates names
 import torch
 from device_fields import RECIPES
 from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
-from pickle_bomb import Bomb
 from safetensors.torch import load_file
 from sympy import lambdify
 from sympy.core import evalf
@@ -48,10 +47,10 @@ def test_recipe_with_a_python_tag_is_rejected(tmp_path):
     assert not harm.exists()
 
 
-def test_pickled_weights_are_rejected(model, tmp_path, capsys):
+def test_pickled_weights_are_rejected(bomb, model, tmp_path, capsys):
     weights = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
-    weights["x"] = Bomb(tmp_path / "harm")
+    weights["x"] = bomb
     torch.save(weights, model / "pytorch_model.bin")
     assert train(model, tmp_path) == 2
     assert "no file named model.safetensors" in capsys.readouterr().err
@@ -99,8 +98,8 @@ def test_other_code_of_a_model_is_not_run_unless_it_is_trusted(model, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def test_state_of_a_rollout_is_read_as_tensors_only(tmp_path):
-    torch.save({"text": Bomb(tmp_path / "harm")}, tmp_path / "rollout_state_0.pt")
+def test_state_of_a_rollout_is_read_as_tensors_only(bomb, tmp_path):
+    torch.save({"text": bomb}, tmp_path / "rollout_state_0.pt")
     with pytest.raises(UnpicklingError):
         load_state(tmp_path, process=0)
     assert not (tmp_path / "harm").exists()

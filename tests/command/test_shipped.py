@@ -113,6 +113,7 @@ def test_recipe_of_asynchronous_training_names_the_commit_that_has_it(tmp_path, 
         assert re.search(rf"trainer='async_opo' {WAITS_FOR_A_PORT}", last_line)
 
 
+@pytest.mark.pages
 def test_every_recipe_and_folder_that_the_quickstart_names_can_be_copied(tmp_path):
     page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`[\w./, `-]+`) \| .* \|$", page, re.MULTILINE)

@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 
 import pytest
-from pickle_bomb import Bomb
 from test_report import CELL, SETTINGS, scripted, text_of, write_run
 
 from opo_trl.checks import files
@@ -25,15 +24,15 @@ COMMANDS = ("report", "diagnose", "several")
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
+def run(bomb, tmp_path) -> Path:
     """A finished run with every file that a report reads, and code in others; reached through the user's link."""
     summary = {**SUMMARY, "train_seconds": 61.2}
     run = write_run(tmp_path / "elsewhere" / "run", scripted(), SETTINGS, summary)
-    bomb = pickle.dumps(Bomb(tmp_path / "harm"))
+    pickled = pickle.dumps(bomb)
     for name in ("training_args.bin", "checkpoint-1/optimizer.pt", "completions/completions_00001.parquet"):
         file = run / name
         file.parent.mkdir(exist_ok=True)
-        file.write_bytes(bomb)
+        file.write_bytes(pickled)
     for name in ("matplotlib.py", "checkpoint-1/modeling.py", "report.html.j2"):
         (run / name).write_text("{{ 1 / 0 }}")
     (tmp_path / "runs").symlink_to("elsewhere")

@@ -1,5 +1,6 @@
 """The report of a run: verdicts that tell a healthy run from a broken one, in a self-contained file."""
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from opo_trl.checks.files import append_lines, write_json
 from opo_trl.command.callbacks import LogFile, ProgressBar
 from opo_trl.command.cli import main
 from opo_trl.report.diagnostics import conclusion, diagnostics, judge, trend
-from opo_trl.report.run_report import describe, write_report
+from opo_trl.report.examples import LONGEST, Example, examples
+from opo_trl.report.run_report import describe, page, write_report
 
 
 SETTINGS = {"trainer": "opo", "num_generations": 6, "model_name_or_path": "arithmetic", "seed": 42, "max_steps": 40}
@@ -344,3 +346,57 @@ def test_a_metric_named_step_does_not_hide_the_optimizer_step(tmp_path):
     state = TrainerState(global_step=3, is_world_process_zero=True)
     LogFile(tmp_path).on_log(None, state, None, logs={"reward": 1.0, "step": 0.25})
     assert (tmp_path / "log.jsonl").read_text() == '{"step": 3, "reward": 1.0}\n'
+
+
+# The completions that it shows
+
+
+def completion_of(step: int, reward: float | None, completion: object = "4", prompt: object = "2 + 2 =") -> dict:
+    return {"step": step, "prompt": prompt, "completion": completion, "reward": reward}
+
+
+def test_best_and_worst_of_the_first_and_the_last_validation_are_shown():
+    entries = [completion_of(0, 0.5, "a"), completion_of(0, None, "b"), completion_of(0, 1.0, "c")]
+    entries += [
+        completion_of(8, 0.0, "d"),
+        completion_of(16, 0.25, "e"),
+        completion_of(16, 0.75, "f"),
+        completion_of(16, 0.5, "g"),
+    ]
+    shown = [(example.step, example.reward, example.completion) for example in examples(entries)]
+    assert shown == [(0, "1", "c"), (0, "no score", "b"), (16, "0.75", "f"), (16, "0.25", "e")]
+
+
+def test_one_completion_is_shown_once():
+    assert examples([completion_of(0, 1.0)]) == [Example(0, "1", "2 + 2 =", "4")]
+    assert examples([]) == []
+
+
+def test_long_completions_are_cut_and_messages_are_named():
+    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+    [example] = examples([completion_of(3, 0.0, completion="x" * (LONGEST + 1_234), prompt=messages)])
+    assert example.prompt == "user: 2 + 2?\n\nassistant: 4"
+    assert example.completion == "x" * LONGEST + " … (1,234 characters more)"
+
+
+@pytest.fixture
+def run_with_markup(tmp_path: Path) -> Path:
+    """The folder of a run whose completions look like a page."""
+    (tmp_path / "settings.json").write_text('{"seed": 1}')
+    completion = "<script>alert(1)</script> and \x1b[2J"
+    lines = [json.dumps(completion_of(step, 1.0, completion)) for step in (0, 4)]
+    (tmp_path / "completions.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_completions_are_text_on_the_page(run_with_markup):
+    html = page(describe(run_with_markup))
+    assert html.count("&lt;script&gt;alert(1)&lt;/script&gt; and \\x1b[2J") == 2
+    assert "<script" not in html
+    assert "\x1b" not in html
+
+
+def test_completions_that_are_none_are_named_in_the_error(run_with_markup):
+    (run_with_markup / "completions.jsonl").write_text('{"step": 0}\n')
+    with pytest.raises(ValueError, match=r"completions\.jsonl or the log is not as opo-trl writes it: KeyError"):
+        describe(run_with_markup)

@@ -115,6 +115,7 @@ def test_near_miss_of_the_page(reader, number, text, stated, reward):
     assert rewards == [float(reward)]
 
 
+@pytest.mark.pages
 def test_page_has_twenty():
     assert [int(number) for number, *_ in NEAR_MISSES] == list(range(1, 21))
 
