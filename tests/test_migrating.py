@@ -45,6 +45,7 @@ def rows(library: str) -> list[list[str]]:
     return table
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_field_in_the_tables_exists(library):
     table = rows(library)
