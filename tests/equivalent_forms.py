@@ -13,12 +13,11 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from canonical_run import STEPS, Form, run, weights
 from device_fields import USE_CPU
+from launched_processes import launch, logs
 from named_tensors import distance
 from torch import Tensor
-
-from .canonical import STEPS, Form, run, weights
-from .launch import launch, logs
 
 
 TOLERANCE = 1e-4

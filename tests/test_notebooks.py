@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from device.processes import with_devices
+from device.device_processes import with_devices
 from packaging.requirements import Requirement
 from tiny import save_short_problems
 

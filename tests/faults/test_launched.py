@@ -12,11 +12,10 @@ import psutil
 import pytest
 from device_fields import USE_CPU, devices_for, several_processes
 from started_programs import environment, wait_until
+from test_killed_command import OPTIONS, RECIPE
 
 from opo_trl.checks.files import read_lines
 from opo_trl.resume.checkpoint import last_complete
-
-from .test_killed_command import OPTIONS, RECIPE
 
 
 # Most of it is startup time.

@@ -4,9 +4,8 @@ import functools
 from pathlib import Path
 
 import pytest
-
-from .canonical import Form
-from .classes import CLASSES, ONE, EquivalenceClass, compare, train
+from canonical_run import Form
+from equivalent_forms import CLASSES, ONE, EquivalenceClass, compare, train
 
 
 def members():

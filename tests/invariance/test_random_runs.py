@@ -17,14 +17,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from launched_processes import launch, logs
 from named_tensors import distance, snapshot
 from recording_trainers import Recording, logged, make_trainer, without_times
 from scripted_rollouts import PROMPTS, Script
 
 from opo_trl import OPOConfig
 from opo_trl.resume.checkpoint import load_state
-
-from .launch import launch, logs
 
 
 ROWS = 4  # completions per micro-step, over all processes
