@@ -2,10 +2,10 @@
 `OPOTrainer`: TRL's `GRPOTrainer` with rollouts that can be reproduced, and a loss that is an [`Objective`].
 
 [`RolloutTrainer`], of `generation/rollouts.py`, has what happens before a completion gets its target: the order of the
-prompts, generation, scoring, and evaluations. The sections of this file, after the set-up, follow the rest of a step:
+prompts, generation, scoring, and evaluations. Log-probabilities of tokens are those of its base class,
+[`LogpsTrainer`], of `updates/logps.py`. The sections of this file, after the set-up, follow the rest of a step:
 
-1. A complete rollout (`_rollout`): `_finish_rollout` gives each completion its target. Log-probabilities have a
-   section of their own (`_token_logps`).
+1. A complete rollout (`_rollout`): `_finish_rollout` gives each completion its target.
 2. Micro-batches (`training_step`, `_next_micro_batches`): a [`Planner`] cuts the completions of each optimizer step
    (`_micro_batches`). Those that need the behaviour policy's log-probabilities get them here, in the shape of their
    micro-batch. The rollout, too, is made in `training_step`, and not in `_prepare_inputs` as in TRL.
@@ -24,7 +24,6 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -37,12 +36,11 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers.trainer_callback import DefaultFlowCallback
 from trl import GRPOTrainer
-from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import get_config_model_id
 
 
 from . import compatibility  # isort: skip  # noqa: F401  first, as another release may lack names that are imported below
-from .batch import Batch, as_batch, completion_tokens, image_entries, model_inputs
+from .batch import Batch, as_batch, completion_tokens, model_inputs
 from .checks.text import printable
 from .checks.weights import check_trainable
 from .config import OPOConfig
@@ -51,16 +49,15 @@ from .groups import complete_groups, own_samples
 from .metrics import unlogged
 from .metrics.opo import gradient_response_efficiency, rollout_metrics
 from .metrics.step import SampleReport, metrics_of_samples
-from .models import reference
 from .objective import OPO, Groups, Objective, Samples, Targets, token_mean
 from .objectives import objective_named
 from .resume import checkpoint as checkpoints
 from .resume.interrupts import SaveOnInterrupt
 from .resume.skipped_steps import SkippedSteps
 from .reuse.replay import ReplayBuffer
-from .updates import at_rest, padding, shared_prompts
+from .updates import at_rest
 from .updates.cutting import spread
-from .updates.planner import Planner, is_sharded, without_exchange
+from .updates.planner import without_exchange
 from .updates.steps import rows_of_steps
 
 
@@ -124,8 +121,6 @@ class OPOTrainer(RolloutTrainer):
 
     objective_class: type[Objective] | None = None  # of a subclass, in place of `objective`
     policy_objective: Objective
-
-    _any_width: bool | None = None  # whether log-probabilities do not depend on padding; `None`: none computed yet
 
     # The set-up
 
@@ -291,14 +286,13 @@ class OPOTrainer(RolloutTrainer):
         # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
         # micro-batches of another shape.
         logps_of_trl = rollout.pop("opo_logps", None)
-        # This entry is of a behaviour policy that may not be the policy as it is now: of a record, of a rollout that
-        # was generated in advance, or of an override.
-        self._policy_is_behaviour = "old_per_token_logps" not in rollout
-        # Completions that the policy as it is now has sampled
-        by_policy = torch.full_like(rollout["advantages"], self._policy_is_behaviour, dtype=torch.bool)
+        # Completions that the policy as it is now has sampled. `old_per_token_logps` is of a behaviour policy that may
+        # be another: of a record, of a rollout that was generated in advance, or of an override.
+        by_policy = torch.full_like(rollout["advantages"], "old_per_token_logps" not in rollout, dtype=torch.bool)
         sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
         if sampled_elsewhere and not self._skipped.moved_at:  # no step has moved the policy yet
             by_policy = self._recognize_policy(rollout)
+        self._policy_is_behaviour = "old_per_token_logps" not in rollout
         # By the behaviour policy, `[B, T]`; `None`: neither the objective nor a later pass has needed them so far
         logps = rollout.get("old_per_token_logps", logps_of_trl)
         policy_logps = partial(self._policy_logps, rollout, batch_size=self.args.per_device_train_batch_size)
@@ -320,30 +314,6 @@ class OPOTrainer(RolloutTrainer):
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
-
-    def _recognize_policy(self, rollout: Batch) -> Tensor:
-        """
-        Completions, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the
-        policy's own: otherwise the rounding would be a log-ratio other than 0, whose gradient pulls the policy back
-        although it has not moved. If all of them are the policy's, there is no other behaviour policy, and no
-        log-probabilities of one. Those of a record that are of another are described in a warning, once.
-        """
-        batch_size = self.args.per_device_train_batch_size
-        with padding.evaluating(self.model):  # without dropout
-            current, entropies = self._policy_logps(rollout, batch_size=batch_size)
-        recorded = rollout["old_per_token_logps"]
-        mask = completion_tokens(rollout)
-        difference = token_mean((recorded - current).square(), mask).sqrt()  # root mean square in nats, `[B]`
-        by_policy = difference <= padding.rounding_of_logps(self)
-        rollout["old_per_token_logps"] = torch.where(by_policy.unsqueeze(1), current, recorded)
-        if self.accelerator.gather(by_policy).all():
-            # From here on, it is like a rollout of the policy's own: steps that need these log-probabilities compute
-            # them in the shape of their micro-batches.
-            del rollout["old_per_token_logps"]
-            self._policy_is_behaviour = True
-        elif self._replays_recorded:
-            self._recorded.compare(self, recorded, current, entropies, mask)
-        return by_policy
 
     def _targets(self, rollout: Batch, logps: Tensor | None) -> Batch:
         """
@@ -392,83 +362,6 @@ class OPOTrainer(RolloutTrainer):
         self._advantages = advantages.where(groups.valid, torch.nan)
         self._advantage_range = (advantages.max().float() - advantages.min().float()).item()
 
-    # Log-probabilities
-
-    @torch.no_grad()
-    def _policy_logps(self, rows: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-        """
-        Log-probabilities and entropies `[B, T]` of the completions' tokens under the policy as it is now: where it has
-        not moved yet, the behaviour policy's. `options` are those of TRL's method, such as `batch_size`.
-        """
-        checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        with disable_gradient_checkpointing(self.model, checkpointing):
-            logps, entropies, _ = self._token_logps(self.model, rows, compute_entropy=True, **options)
-        return logps, entropies
-
-    @torch.no_grad()
-    def _reference_logps(self, rows: Batch) -> Tensor:
-        """Log-probabilities `[B, T]` of the completions' tokens under TRL's reference policy."""
-        checkpointing: Any = self.args.gradient_checkpointing_kwargs
-        with reference.active(self) as model, disable_gradient_checkpointing(self.model, checkpointing):
-            logps, _, _ = self._token_logps(model, rows)
-        return logps
-
-    def _token_logps(self, model, inputs: Batch, **options):
-        """
-        Log-probabilities and entropies of the completions' tokens, `[B, T]`, and the router's auxiliary loss, by TRL's
-        fused language-model head. What `options` do not ask for is `None`.
-        """
-        # A checkpoint's micro-batches may be arranged to compute prompts once, which this run's attention may not be
-        # able to do: then their arrangement is not used.
-        if self.planner.shares_prompts:
-            model = shared_prompts.model_for(model, inputs)
-        ids, mask, width = model_inputs(inputs)
-        return self._get_per_token_logps_and_entropies(model, ids, mask, width, **options, **image_entries(inputs))
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **options
-    ):
-        """
-        Overrides TRL's computation of log-probabilities, entropies and auxiliary loss. `batch_size` is given for a
-        whole rollout, which is then computed in micro-batches as in training. Zeros are returned for the rollout of
-        which `_generate` knows that nothing reads its log-probabilities: it sets `_leaves_out_logps`.
-        """
-        if self._leaves_out_logps:
-            self._leaves_out_logps = False  # for a single call, TRL's first one after it has generated
-            zeros = torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device)
-            return zeros, zeros, None
-        self._check_padding(input_ids, attention_mask, logits_to_keep)
-        logps = self._logps_of_trl
-        if batch_size is not None and self.planner.plans:
-            logps = partial(self.planner.score, logps)
-        return logps(model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-
-    def _logps_of_trl(self, model, *inputs, **options):
-        """
-        Log-probabilities, entropies and auxiliary loss by TRL's own pass. Without a gradient, it is timed as the phase
-        `anchor`; with one, it is part of the loss.
-        """
-        if self._takes_positions:  # the model gets the positions of tokens, counted without padding
-            model = partial(padding.with_positions, model)
-        with nullcontext() if torch.is_grad_enabled() else self._clock.phase("anchor"):
-            return super()._get_per_token_logps_and_entropies(model, *inputs, **options)
-
-    def _check_padding(self, input_ids: Tensor, attention_mask: Tensor, width: int) -> None:
-        """
-        Before the first log-probabilities, find whether they depend on the width of a batch `[B, P + T]`, with T =
-        `width`, and note it in `_any_width`: false if they do. A model with images is taken as it is.
-        """
-        config = self.model.config
-        takes_images = config.get_text_config() is not config
-        if self._any_width is not None or takes_images:
-            return
-        self._any_width = padding.is_harmless(self, input_ids, attention_mask, width)
-        if not self._any_width:
-            # Positions without padding do not help, and such a model may scale them by the largest one in a batch.
-            self._takes_positions = False
-            padding.reject_other_widths(self.args)
-        vars(self).pop("planner", None)  # the cached one: what it plans depends on what has been found now
-
     # 2. Micro-batches
 
     def get_batch_samples(self, epoch_iterator, num_batches, device, **named):
@@ -490,7 +383,7 @@ class OPOTrainer(RolloutTrainer):
         # Number of the rollout in the run, and calls of `training_step` that have used it
         index, n_past_calls = divmod(self._step, args.micro_steps_per_rollout)
         if n_past_calls == 0:
-            self._place = self._place.after_rollout(args.prompts_per_rollout, self._n_prompts)
+            self._note_drawn_prompts()
             rollout = self._rollout(generation_batch)
             # TRL's shuffle, drawn only to advance the random state, so that the same seed samples as in GRPOTrainer.
             torch.randperm(len(rollout["advantages"]))
@@ -521,32 +414,10 @@ class OPOTrainer(RolloutTrainer):
         return rows
 
     @property
-    def _loss_is_overridden(self) -> bool:
-        """Whether a subclass computes the loss: it may be a mean, and count on as many micro-batches."""
+    def _loss_is_a_sum(self) -> bool:
+        """Whether the loss is this class's, and none of a subclass, which may be a mean over a micro-batch."""
         losses = type(self).compute_loss, type(self)._compute_loss
-        return losses != (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
-
-    @cached_property
-    def planner(self) -> Planner:
-        """What cuts this run's optimizer steps into micro-batches."""
-        policy = self.accelerator.unwrap_model(self.model)
-        return Planner(
-            self.args,
-            self.accelerator,
-            communicates=is_sharded(self),
-            # `None`: prompts are not computed once for their completions, as the model, or the router's loss over all
-            # tokens that a pass computes, may need each completion with a prompt of its own.
-            break_even_width=None if self.aux_loss_enabled else shared_prompts.break_even_width(policy),
-            # With `pad_to_multiple_of`, micro-batches are as wide as TRL has made the rollout. So they are where
-            # log-probabilities depend on padding (`_any_width` is false; `None` if that is not known yet), and for the
-            # loss of a subclass, which may be a mean over a micro-batch.
-            plans=(
-                self.args.plan_micro_batches
-                and not self._loss_is_overridden
-                and self.pad_to_multiple_of is None
-                and self._any_width is not False
-            ),
-        )
+        return losses == (GRPOTrainer.compute_loss, OPOTrainer._compute_loss)
 
     def _micro_batches(self, steps: list[Batch], until_update: int) -> list[list[Batch]]:
         """
@@ -682,7 +553,7 @@ class OPOTrainer(RolloutTrainer):
             return loss / len(losses)
         self._reports += reports
         loss = loss / (self.args.per_device_train_batch_size * self.current_gradient_accumulation_steps)
-        if not self._loss_is_overridden:
+        if self._loss_is_a_sum:
             self._first_step_checks.note_backward(loss)
         return loss
 
@@ -795,9 +666,7 @@ class OPOTrainer(RolloutTrainer):
         is NaN. Before, with untested releases, the backward passes of the run's first step are checked.
         """
         if self._window_start is not None:  # `_step` counts calls of `training_step`
-            self._first_step_checks.check_step(self._step - self._window_start)
-        if self._first_step_checks.is_complete:
-            self._first_step = None  # no checks from here on
+            self._check_first_step(self._step - self._window_start)
         norm = super()._get_grad_norm(model, grad_norm, **named)
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 

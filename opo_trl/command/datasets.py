@@ -8,6 +8,7 @@ is, as in TRL. To add one that needs code, as the embedded task does, see `opo_t
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from datasets import Dataset
@@ -89,62 +90,23 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     The datasets of a run from the problems of `dataset_name`, as prompts. `fitting` checks those for training, and
     drops the ones that are too long.
     """
-    name, seed = str(script.dataset_name), script.subset_seed
-    columns = cast(dict, script.columns or {})
-
-    def stored(split: str, levels: Sequence[str] | None) -> Dataset:
-        """A split of the dataset with all of its columns; only drawn problems are of these levels already."""
-        return draw_or_load(name, script.dataset_config, split, levels, cast(dict | None, script.dataset_settings))
-
-    has_split = script.dataset_train_split == "train" or not is_single_file(name)
-    require(has_split, "dataset_train_split", script.dataset_train_split, "'train': a file has no other")
-    rows = stored(script.dataset_train_split, script.levels)
-    style = script.prompt_style or ("dataset" if has_prompts(rows, columns) else "chat")
-    asked = "prompt" if style == "dataset" else "problem"  # the column that the dataset needs
-    problems, sources = take(rows, columns, asked)
-    if style == "dataset":
-        _check_prompts(script, problems)
-    notes = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()]
-    notes.append(f"prompt_style: {style}")
-    has_answers = "solution" in problems.column_names
+    name = str(script.dataset_name)
+    problems = _Problems(script)
+    has_answers = "solution" in problems.rows.column_names
     levels = script.report_levels  # on which the accuracy is reported; without answers and rewards, on none
     if levels is None:
         levels = (script.levels or [ALL]) if has_answers and script.reward_funcs else []
     evaluates = args.eval_strategy != "no" or args.eval_on_start
-    parts, share = None, script.test_fraction
+    validates = bool(script.validation_steps)
+    share = script.test_fraction
     # A single file has no test split: a part is held out, if anything is measured on it.
-    if share is None and is_single_file(name) and (levels or evaluates or script.validation_steps):
+    if share is None and is_single_file(name) and (levels or evaluates or validates):
         share = TEST_FRACTION
     if share is not None:
-        parts = problems.train_test_split(share, seed=seed)
-        notes.append(f"{len(parts['test']):,} of its {len(problems):,} rows are held out (test_fraction: {share:g})")
-        problems = parts["train"]
-    training = select(problems, script.levels, script.fraction, seed)
-
-    def prompts_of(problems: Dataset) -> Dataset:
-        """The prompts made from problems, or those that the dataset brings as they are."""
-        if style == "dataset":
-            return problems
-        return to_prompts(problems, style=cast(Style, style), instruction=str(script.instruction))
-
-    def held_out(levels: list[str] | None, size: int | None) -> Dataset:
-        """
-        Prompts of the test split, or of the part that was held out, with these levels (all if `None`), at most `size`,
-        none of them trained on.
-        """
-        levels = None if levels == [ALL] else levels
-        if parts:
-            test = parts["test"]
-        else:
-            test, _ = take(stored(script.dataset_test_split, levels), columns, asked)
-        problems = without_overlap(select(test, levels, 1.0, seed), training)
-        if size is not None:
-            size = min(size, len(problems))
-            problems = problems.shuffle(seed=seed).select(range(size))
-        return prompts_of(problems)
-
-    prompts = fitting(prompts_of(training))
-    validates = bool(script.validation_steps)
+        problems.hold_out(share)
+    training = select(problems.rows, script.levels, script.fraction, script.subset_seed)
+    prompts = fitting(problems.prompts_of(training))
+    held_out = partial(problems.held_out, training)
     validation = held_out(script.validation_levels, script.validation_size) if validates else None
     evaluation = held_out(script.validation_levels, None) if evaluates else None
     report = {}
@@ -155,11 +117,67 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
         if script.report_levels is not None:  # asked for, not a default
             raise
         logger.warning("No accuracy is measured before and after training: %s", error)
-    if not has_answers:
-        notes.append("no column has answers")
+    notes = problems.notes if has_answers else [*problems.notes, "no column has answers"]
     of_levels = f", levels {', '.join(script.levels)}" if script.levels else ""
     plan = f"{len(prompts):,} prompts of {name} ({script.dataset_train_split}{of_levels}): {'; '.join(notes)}"
     return Data(prompts, validation, report, evaluation, plan)
+
+
+class _Problems:
+    """The rows of the training split of a run's dataset, with the package's columns, and rows that are held out."""
+
+    def __init__(self, script: OPOScriptArguments):
+        self.script = script
+        self.columns = cast(dict, script.columns or {})
+        has_split = script.dataset_train_split == "train" or not is_single_file(str(script.dataset_name))
+        require(has_split, "dataset_train_split", script.dataset_train_split, "'train': a file has no other")
+        rows = self._stored(script.dataset_train_split, script.levels)
+        self.style = script.prompt_style or ("dataset" if has_prompts(rows, self.columns) else "chat")
+        self.asked = "prompt" if self.style == "dataset" else "problem"  # the column that the dataset needs
+        self.rows, sources = take(rows, self.columns, self.asked)
+        self.rows_held_out: Dataset | None = None  # of the training split
+        if self.style == "dataset":
+            _check_prompts(script, self.rows)
+        # What the plan says of the columns and rows
+        self.notes = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()]
+        self.notes.append(f"prompt_style: {self.style}")
+
+    def _stored(self, split: str, levels: Sequence[str] | None) -> Dataset:
+        """A split of the dataset with all of its columns; only drawn problems are of these levels already."""
+        script = self.script
+        settings = cast(dict | None, script.dataset_settings)
+        return draw_or_load(str(script.dataset_name), script.dataset_config, split, levels, settings)
+
+    def hold_out(self, share: float) -> None:
+        """Hold out a share of the training split, in place of a test split."""
+        parts = self.rows.train_test_split(share, seed=self.script.subset_seed)
+        n_rows = len(self.rows)
+        self.rows, self.rows_held_out = parts["train"], parts["test"]
+        self.notes.append(
+            f"{len(self.rows_held_out):,} of its {n_rows:,} rows are held out (test_fraction: {share:g})"
+        )
+
+    def prompts_of(self, problems: Dataset) -> Dataset:
+        """The prompts made from problems, or those that the dataset brings as they are."""
+        if self.style == "dataset":
+            return problems
+        return to_prompts(problems, style=cast(Style, self.style), instruction=str(self.script.instruction))
+
+    def held_out(self, training: Dataset, levels: list[str] | None, size: int | None) -> Dataset:
+        """
+        Prompts of the test split, or of the part that was held out, with these levels (all if `None`), at most `size`,
+        none of them in `training`.
+        """
+        seed = self.script.subset_seed
+        levels = None if levels == [ALL] else levels
+        test = self.rows_held_out
+        if test is None:
+            test, _ = take(self._stored(self.script.dataset_test_split, levels), self.columns, self.asked)
+        problems = without_overlap(select(test, levels, 1.0, seed), training)
+        if size is not None:
+            size = min(size, len(problems))
+            problems = problems.shuffle(seed=seed).select(range(size))
+        return self.prompts_of(problems)
 
 
 def _check_prompts(script: OPOScriptArguments, problems: Dataset) -> None:

@@ -36,11 +36,16 @@ def launch(argv: Sequence[str]) -> int:
     from accelerate.commands import launch as accelerate
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    of_accelerate = [*launch_words(words.launch), *words.of_accelerate]
+    parser = accelerate.launch_command_parser()
+    flags: set[str] = set()
+    for action in parser._actions:
+        if action.nargs == 0:
+            flags.update(option.removeprefix("--") for option in action.option_strings)
+    of_accelerate = [*launch_words(words.launch, flags), *words.of_accelerate]
     if config:
         of_accelerate = ["--config_file", config, *of_accelerate]
     training = ["-m", "opo_trl.command.process", *words.of_training]
-    options = accelerate.launch_command_parser().parse_args([*of_accelerate, *training])
+    options = parser.parse_args([*of_accelerate, *training])
     if words.options.plan:
         from .planning import plan_if_elsewhere
         from .recipe import read

@@ -122,7 +122,9 @@ def _problems_of_values(values: Mapping[str, Any], named: set[str]) -> list[str]
     return [*problems.values()]
 
 
-def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
+def parse(
+    argv: Sequence[str], config_class: type[OPOConfig] = OPOConfig
+) -> tuple[OPOScriptArguments, OPOConfig, ModelConfig, dict[str, Any]]:
     """
     The arguments that a command line and its recipe ask for, of the script, the trainer and the model, and the recipe
     with the command line merged in, as a run stores it. Sets the recipe's environment variables.
@@ -139,7 +141,7 @@ def parse(argv: Sequence[str]) -> tuple[OPOScriptArguments, OPOConfig, ModelConf
     # A run that resumes on another number of processes keeps its completions per optimizer step and rollout.
     values |= same_completions(values, recipe.as_stored)
     script = _dataclass_from(OPOScriptArguments, values)
-    args = _dataclass_from(OPOConfig, values)
+    args = _dataclass_from(config_class, values)
     model_config = _dataclass_from(ModelConfig, values)
     return script, args, model_config, recipe.as_stored
 

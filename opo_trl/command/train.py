@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 
 # First, because it checks versions: another release may lack names that are imported below.
@@ -24,18 +24,18 @@ from .. import compatibility  # isort: skip  # noqa: F401
 
 from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from trl import get_peft_config, get_quantization_config
+from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from ..checks import files
 from ..checks.secrets import mask, mask_words
 from ..checks.text import report_error
 from ..checks.weights import check_weights
+from ..config import OPOConfig
 from ..data import gym
 from ..data.arithmetic import EMBEDDED_MODELS
 from ..data.problems import EMBEDDED
 from ..fields import require
 from ..models.adapter import tokenizer_source
-from ..models.shape import lacks_weights, shape
 from ..patching import temporarily
 from ..report import run_files as run_folder
 from ..report.run_report import accuracies, accuracy_lines, write_report
@@ -52,6 +52,7 @@ from .named_rewards import check_columns, load_rewards, load_tools
 from .packages import check_packages
 from .recipe import parse
 from .signals import StopOnSignal, StoppedBySignal
+from .weightless import WeightlessTrainer, config_elsewhere, lacks_weights
 
 
 @dataclass
@@ -66,16 +67,26 @@ class Run:
     settings: dict[str, Any]  # every setting, without secrets
 
 
-def prepare(argv: Sequence[str]) -> Run:
+def prepare(argv: Sequence[str], *, processes_elsewhere: int | None = None) -> Run:
     """
     Do everything that comes before the first step: read the recipe, check it, load rewards, data and model, and make
-    the trainer with its callbacks. `argv` are the words of the command line.
+    the trainer with its callbacks.
+
+    Args:
+        argv (`Sequence[str]`):
+            The words of the command line.
+        processes_elsewhere (`int`, *optional*):
+            Number of processes of a run on another machine, of which only the plan is wanted: neither its weights nor
+            its packages need be here.
 
     Raises:
         `ValueError`, `ImportError`, `OSError`: the run is impossible as requested; no file has been touched.
     """
-    script, args, model_config, recipe = parse(argv)
-    check_packages(args, model_config)
+    is_elsewhere = processes_elsewhere is not None
+    config_class = OPOConfig if processes_elsewhere is None else config_elsewhere(processes_elsewhere)
+    script, args, model_config, recipe = parse(argv, config_class)
+    if not is_elsewhere:
+        check_packages(args, model_config)
     settings = {**args.to_dict(), **dataclasses.asdict(script), **dataclasses.asdict(model_config)}
     # Without secrets and as JSON, which is how a run's folder holds them, so that both can be compared.
     settings = json.loads(json.dumps(mask(settings), default=str))
@@ -86,63 +97,79 @@ def prepare(argv: Sequence[str]) -> Run:
 
     tools = load_tools(script)
     reward_funcs = load_rewards(script, args)
-    name = str(model_config.model_name_or_path)
-    path = EMBEDDED_MODELS.get(name, name)
-    exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # no name on the Hub begins like that
-    require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
-    options_of_recipe: Any = args.model_init_kwargs or {}
-    options: Any = {
-        "revision": model_config.model_revision,
-        "attn_implementation": model_config.attn_implementation,
-        "dtype": model_config.dtype,
-        "use_safetensors": True,  # pickled weights could run code
-        **options_of_recipe,
-    }
-    args.model_init_kwargs = options
-    trusted = {"trust_remote_code": args.trust_remote_code}
-    revision = {"revision": model_config.model_revision}
-    source, source_revision = tokenizer_source(path, revision | options_of_recipe)
-    tokenizer = AutoTokenizer.from_pretrained(source, revision=source_revision, **trusted)
-    if args.rollouts_model:
-        args.rollouts_model = EMBEDDED_MODELS.get(args.rollouts_model, args.rollouts_model)
-        check_weights("rollouts_model", args.rollouts_model, trusted | options)
-
-    with args.main_process_first(desc="loading the dataset"):
-        data = load_data(script, args, tokenizer)
+    path = _model_path(model_config)
+    args.model_init_kwargs = _loading_options(args, model_config)
+    data = _load_data(script, args, path)
     # Recorded rewards are taken as they are: then no function is called.
     has_recorded_rewards = RECORDED in data.training.column_names and recorded.has_rewards(data.training)
     if not has_recorded_rewards:
         check_columns(reward_funcs, data.training, environments="environment_factory" in tools)
 
-    folder = Path(args.output_dir)
-    model: Any = path
-    # The plan needs no weights: a folder with a configuration alone will do, of which `shape` makes the model.
-    if "--plan" in argv and lacks_weights(path) and get_quantization_config(model_config) is None:
-        model = shape(path, trusted | options)
-        args.model_init_kwargs = None  # `shape` has used them; with a model that is made, they have no effect
-    trainer = OPOTrainer(
-        model=model,
+    quantization = get_quantization_config(model_config)
+    is_weightless = is_elsewhere or ("--plan" in argv and lacks_weights(path) and quantization is None)
+    trainer_class = WeightlessTrainer if is_weightless else OPOTrainer
+    trainer = trainer_class(
+        model=path,
         reward_funcs=reward_funcs,
         args=args,
         train_dataset=data.training,
         eval_dataset=data.evaluation,
-        callbacks=[LogFile(folder)],
-        quantization_config=get_quantization_config(model_config),
+        callbacks=[LogFile(Path(args.output_dir))],
+        quantization_config=quantization,
         peft_config=get_peft_config(model_config),
         **tools,
     )
-    if data.validation is not None:
-        steps, decoding = script.validation_steps, script.validation_decoding
-        trainer.add_callback(Validation(trainer, data.validation, steps=steps, decoding=decoding, folder=folder))
-    for callback in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(callback)
-    if not args.disable_tqdm:
-        trainer.add_callback(ProgressBar())
+    _replace_callbacks(trainer, script, data)
     if checkpoint is not None:
         trainer.add_callback(NewRate(trainer))
         check_resumable(trainer, checkpoint)
     trainer.plan += f"\n  {'data':<10} {data.plan}"
     return Run(trainer, script, data, checkpoint, recipe, settings)
+
+
+def _model_path(model_config: ModelConfig) -> str:
+    """Folder of the recipe's model, or its name on the Hub. A `ValueError` if it is a folder that does not exist."""
+    name = str(model_config.model_name_or_path)
+    path = EMBEDDED_MODELS.get(name, name)
+    exists = not path.startswith((".", "/", "~")) or Path(path).is_dir()  # no name on the Hub begins like that
+    require(exists, "model_name_or_path", path, "a folder that exists, or a model on the Hub")
+    return path
+
+
+def _loading_options(args: OPOConfig, model_config: ModelConfig) -> dict[str, Any]:
+    """Options of `from_pretrained` for the recipe's model; those of `model_init_kwargs` win."""
+    return {
+        "revision": model_config.model_revision,
+        "attn_implementation": model_config.attn_implementation,
+        "dtype": model_config.dtype,
+        "use_safetensors": True,  # pickled weights could run code
+        **cast(dict, args.model_init_kwargs or {}),
+    }
+
+
+def _load_data(script: OPOScriptArguments, args: OPOConfig, path: str) -> Data:
+    """The datasets of a run, for the tokenizer of the model in `path`."""
+    trusted = {"trust_remote_code": args.trust_remote_code}
+    options = cast(dict, args.model_init_kwargs)
+    source, revision = tokenizer_source(path, options)
+    tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, **trusted)
+    if args.rollouts_model:
+        args.rollouts_model = EMBEDDED_MODELS.get(args.rollouts_model, args.rollouts_model)
+        check_weights("rollouts_model", args.rollouts_model, trusted | options)
+    with args.main_process_first(desc="loading the dataset"):
+        return load_data(script, args, tokenizer)
+
+
+def _replace_callbacks(trainer: OPOTrainer, script: OPOScriptArguments, data: Data) -> None:
+    """Replace Transformers' progress bar and printed log by ours, and add the validation."""
+    folder = Path(trainer.args.output_dir)
+    if data.validation is not None:
+        steps, decoding = script.validation_steps, script.validation_decoding
+        trainer.add_callback(Validation(trainer, data.validation, steps=steps, decoding=decoding, folder=folder))
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    if not trainer.args.disable_tqdm:
+        trainer.add_callback(ProgressBar())
 
 
 def run(ready: Run) -> None:

@@ -8,12 +8,12 @@ What the fields of TRL and Transformers, and the options of accelerate, are call
 """
 
 import argparse
-import ast
 import dataclasses
 import difflib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,20 +27,17 @@ from ..fields import YAMLLoader, number_problem
 from ..report.run_files import another_run, is_run
 
 
-# Where fields are declared: package → file → classes. A class stands after those that it is derived from.
+# Class that declares fields → its file. A class stands after those that it is derived from.
 _DECLARED = {
-    "transformers": {"training_args.py": ["TrainingArguments"]},
-    "trl": {
-        "trainer/base_config.py": ["_BaseConfig"],
-        "trainer/grpo_config.py": ["GRPOConfig"],
-        "trainer/model_config.py": ["ModelConfig"],
-        "scripts/utils.py": ["ScriptArguments"],
-    },
-    "opo_trl": {
-        "checks/secrets.py": ["Masked"],
-        "config.py": ["ObjectiveConfig", "OPOConfig"],
-        "command/arguments.py": ["OPOScriptArguments"],
-    },
+    "TrainingArguments": "transformers/training_args.py",
+    "_BaseConfig": "trl/trainer/base_config.py",
+    "GRPOConfig": "trl/trainer/grpo_config.py",
+    "ModelConfig": "trl/trainer/model_config.py",
+    "ScriptArguments": "trl/scripts/utils.py",
+    "Masked": "opo_trl/checks/secrets.py",
+    "ObjectiveConfig": "opo_trl/config.py",
+    "OPOConfig": "opo_trl/config.py",
+    "OPOScriptArguments": "opo_trl/command/arguments.py",
 }
 # Fields of Transformers 4 and of TRL's script that recipes set, and what to do.
 _REPLACED = {
@@ -234,82 +231,59 @@ def _is_field(name: str) -> bool:
 @functools.cache
 def fields() -> Mapping[str, str]:
     """
-    Field → its type as its declaration has it, of all that a recipe can set; the types are empty where the fields had
-    to be imported.
-    """
-    try:
-        return _declared_fields()
-    except (OSError, LookupError):  # this release declares them elsewhere: then they have to be imported
-        from trl import ModelConfig
-
-        from ..config import OPOConfig
-        from .arguments import OPOScriptArguments
-
-        kinds: tuple[Any, ...] = (OPOScriptArguments, OPOConfig, ModelConfig)
-        return {field.name: "" for kind in kinds for field in dataclasses.fields(kind)}
-
-
-def _declared_fields() -> dict[str, str]:
-    """
-    [`fields`] by the source of their classes.
-
-    Raises:
-        `OSError`, `LookupError`: a file, a class or the source of what it is derived from is not where it was.
+    Field → its type as its declaration has it, of all that a recipe can set. The types are empty, and the classes of
+    fields imported, with a release whose source is arranged in another way.
     """
     types: dict[str, str] = {}
-    known = {"object"}  # the classes whose fields have been read: any other base could declare more
-    for declared in _declarations():
-        unknown = {ast.unparse(base) for base in declared.bases} - known
-        if unknown:
-            raise LookupError(f"{declared.name} is derived from {unknown}")
-        known.add(declared.name)
-        for node in declared.body:
-            if isinstance(node, ast.AnnAssign):
-                types[ast.unparse(node.target)] = ast.unparse(node.annotation)
-    return types
+    bases: set[str] = set()
+    for name, file in _DECLARED.items():
+        # The class's bases, and its lines up to the next class or function
+        pattern = rf"^class {name}(?:\((.*?)\))?:$(.*?)(?:^(?:@|class|def)|\Z)"
+        declaration = re.search(pattern, _source(file), re.MULTILINE | re.DOTALL)
+        if declaration is None:
+            return _fields_of_imported_classes()
+        bases.update(re.findall(r"\w+", declaration[1] or ""))
+        types.update(re.findall(r"^    (\w+): (.+?)(?: =.*)?$", declaration[2], re.MULTILINE))
+    return types if bases <= _DECLARED.keys() else _fields_of_imported_classes()
 
 
-def _declarations() -> Iterator[ast.ClassDef]:
-    """The source of the classes that [`_DECLARED`] names, in its order."""
-    for package, files in _DECLARED.items():
-        for file, names in files.items():
-            body = _parsed_source(package, file).body
-            classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-            yield from (classes[name] for name in names)
+def _fields_of_imported_classes() -> dict[str, str]:
+    """[`fields`] by the classes themselves, without their types."""
+    from trl import ModelConfig
+
+    from ..config import OPOConfig
+    from .arguments import OPOScriptArguments
+
+    kinds: tuple[Any, ...] = (OPOScriptArguments, OPOConfig, ModelConfig)
+    return {field.name: "" for kind in kinds for field in dataclasses.fields(kind)}
 
 
 @functools.cache
-def options_of_accelerate() -> Mapping[str, bool]:
-    """
-    Option of `accelerate launch`, without dashes → whether it is a flag, which has no value; read from the calls of
-    `add_argument` in accelerate's source.
-    """
-    is_flag: dict[str, bool] = {}
-    for node in ast.walk(_parsed_source("accelerate", "commands/launch.py")):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith(".add_argument"):
-            continue
-        actions = [ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"]
-        for word in map(ast.unparse, node.args):
-            option = word.strip("'")
-            if option.startswith("--"):
-                is_flag[option.removeprefix("--")] = any("store_" in action for action in actions)
-    return is_flag
+def options_of_accelerate() -> Set[str]:
+    """Options of `accelerate launch`, without dashes."""
+    # The calls that add one name it first, or after a letter.
+    return {*re.findall(r'add_argument\((?:\s*"-\w",)?\s*"--(\w+)"', _source("accelerate/commands/launch.py"))}
 
 
-def _parsed_source(package: str, file: str) -> ast.Module:
-    """The source of a file in an installed package, which is not imported."""
-    folder = Path(str(find_spec(package).origin)).parent
-    return ast.parse((folder / file).read_text(encoding="utf-8"))
+def _source(file: str) -> str:
+    """The text of a file of an installed package, which is not imported; empty if there is none."""
+    package, _, rest = file.partition("/")
+    path = Path(str(find_spec(package).origin)).parent / rest
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def launch_words(options: Mapping[str, Any]) -> list[str]:
+def launch_words(options: Mapping[str, Any], flags: Set[str]) -> list[str]:
     """
-    Options of `accelerate launch` (name → value in a recipe) as words of its command line. A flag stands there if its
-    value is true.
+    Options of `accelerate launch` (name → value in a recipe) as words of its command line. One of its `flags`, which
+    have no value there, is a word if its value is true.
     """
-    flags = {name for name in options if options_of_accelerate()[name]}
-    words = [f"--{name}={value}" for name, value in options.items() if name not in flags]
-    return words + [f"--{name}" for name in flags if str(options[name]).lower() in ("true", "yes", "t", "y", "1")]
+    words = []
+    for name, value in options.items():
+        if name not in flags:
+            words.append(f"--{name}={value}")
+        elif str(value).lower() in ("true", "yes", "t", "y", "1"):
+            words.append(f"--{name}")
+    return words
 
 
 def _fix_of_unknown_name(name: str) -> str:

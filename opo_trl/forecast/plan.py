@@ -38,6 +38,15 @@ class Place:
     device_bytes: int | None  # that a process can use; `None` if it is not known
     zero: Mapping[str, Any] = field(default_factory=dict)  # DeepSpeed's `zero_optimization`
 
+    @property
+    def has_zero(self) -> bool:
+        return self.sharding.startswith("zero")
+
+    @property
+    def trains_in_float32(self) -> bool:
+        """Whether trained weights are made float32: FSDP2 casts those that it gathers."""
+        return self.autocast and self.sharding == "fsdp2"
+
 
 def place_of(trainer: Any) -> Place:
     """Where a trainer is."""
@@ -192,33 +201,15 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
     """
     args, model = trainer.args, trainer.model
     place = place or place_of(trainer)
-    sharding, autocast, zero = place.sharding, place.autocast, place.zero
-    has_zero = sharding.startswith("zero")
     prompt, completion = _longest_tokens(trainer)
-    # DeepSpeed casts the model. FSDP2 casts the weights that it gathers, and keeps the trained ones in float32.
-    trained_in_float32 = autocast and sharding == "fsdp2"
-    width = 2 if autocast else 4  # bytes of an element of the weights, where a library casts them
-
-    def size(p: Any) -> tuple[int, float]:
-        """Elements of a parameter, and its bytes in training. Under ZeRO-3 it is empty, but knows its full size."""
-        n = getattr(p, "ds_numel", p.numel())
-        if has_zero and p.is_floating_point():
-            return n, n * width
-        return n, n * (4 if trained_in_float32 and p.requires_grad else p.element_size())
-
-    n_all, all_bytes = _sum_of_pairs(size(p) for p in model.parameters())
-    n_trained, trained_bytes = _sum_of_pairs(size(p) for p in model.parameters() if p.requires_grad)
-    if not has_zero and not trained_in_float32:  # no library casts them
-        width = model.get_input_embeddings().weight.element_size()
+    n_all, all_bytes = _sum_of_pairs(_size(p, place) for p in model.parameters())
+    n_trained, trained_bytes = _sum_of_pairs(_size(p, place) for p in model.parameters() if p.requires_grad)
     trained_width = trained_bytes / n_trained
-    # Bytes of optimizer state per trained parameter
-    if args.optim == "sgd":
-        moments = 0.0
-    elif "8bit" in args.optim:
-        moments = 2.0
-    else:  # Unknown optimizers count as AdamW.
-        moments = 2 * (4 if has_zero else trained_width)
-    bucket = zero.get("reduce_bucket_size", 5e8)
+    if place.has_zero or place.trains_in_float32:  # the library casts the weights
+        width = 2 if place.autocast else 4
+    else:
+        width = model.get_input_embeddings().weight.element_size()
+    bucket = place.zero.get("reduce_bucket_size", 5e8)
     if bucket == "auto":  # Transformers fills in the square of the model's width.
         bucket = model.config.get_text_config().hidden_size ** 2
     vllm = 0.0  # bytes that a vLLM in this process holds
@@ -234,13 +225,13 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
             trained=n_trained,
             total=all_bytes,
             weights=width,
-            compute=2 if autocast else width,
+            compute=2 if place.autocast else width,
             trained_width=trained_width,
-            sharding=sharding,
+            sharding=place.sharding,
             processes=args.world_size,
-            moments=moments,
+            moments=_moments(args.optim, 4 if place.has_zero else trained_width),
             bucket=float(bucket),
-            live=float(zero.get("stage3_max_live_parameters", 1e9)),
+            live=float(place.zero.get("stage3_max_live_parameters", 1e9)),
             rows=most_rows(args, prompt + completion),
             prompt=prompt,
             completion=completion,
@@ -252,6 +243,24 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
             generated_rows=generated_rows,
         )
     )
+
+
+def _size(parameter: Any, place: Place) -> tuple[int, float]:
+    """Elements of a parameter, and its bytes in training. Under ZeRO-3 it is empty, but knows its full size."""
+    n_elements = getattr(parameter, "ds_numel", parameter.numel())
+    width = parameter.element_size()
+    if place.has_zero and parameter.is_floating_point():  # DeepSpeed casts the model
+        width = 2 if place.autocast else 4
+    elif place.trains_in_float32 and parameter.requires_grad:
+        width = 4
+    return n_elements, n_elements * width
+
+
+def _moments(optim: str, width: float) -> float:
+    """Bytes of an optimizer's state per trained parameter, if a moment has `width` bytes; unknown ones as AdamW."""
+    if optim == "sgd":
+        return 0.0
+    return 2.0 if "8bit" in optim else 2 * width
 
 
 def _sum_of_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[int, float]:

@@ -54,16 +54,18 @@ class DynamicSampling:
         n_rounds = 1
         while places and n_rounds < self.max_rounds:
             n_rounds += 1
-            n_further = math.ceil(len(places) / fewest_prompts) * fewest_prompts
+            n_multiples = math.ceil(len(places) / fewest_prompts)
+            n_further = n_multiples * fewest_prompts
             further = generate(self._local_prompts(n_further), False)
             without_spread = self._zero_variance(further, reward_weights)
             with_spread = [group for group in range(n_further) if group not in without_spread]
             n_replaced = min(len(with_spread), len(places))
             rollout = self._replace(rollout, further, places[:n_replaced], with_spread[:n_replaced])
             places = places[n_replaced:]
+        n_replaced_in_all = n_without_spread - len(places)
         return rollout, {
             "rounds": n_rounds,
-            "frac_replaced": (n_without_spread - len(places)) / n_prompts,
+            "frac_replaced": n_replaced_in_all / n_prompts,
             "frac_without_spread": len(places) / n_prompts,
             "epoch": self.stream.position / self.stream.n_prompts,
         }
@@ -95,10 +97,12 @@ class DynamicSampling:
         # Of this process's completions and, behind them, their replacements: in each place of the rollout the one that
         # belongs there.
         order = np.arange(n_local)
-        order[replaced[is_local] - first] = n_local + np.arange(is_local.sum())
+        local_places = replaced[is_local] - first
+        order[local_places] = n_local + np.arange(len(local_places))
         merged = take(concatenate([rollout, replacements]), order)
         # TRL's count of the tokens that are trained, over all processes
-        merged["num_items_in_batch"] = accelerator.gather(completion_tokens(merged).sum()).sum()
+        n_local_tokens = completion_tokens(merged).sum()
+        merged["num_items_in_batch"] = accelerator.gather(n_local_tokens).sum()
         return merged
 
     def _equally_wide(self, rollout: Batch) -> Batch:

@@ -2,7 +2,7 @@
 `RolloutTrainer`: TRL's `GRPOTrainer` with rollouts that are a function of the configuration and the place in the data.
 
 It is what [`OPOTrainer`] derives from, and has all that happens before a completion gets its target. It knows nothing
-of targets, optimizer steps and losses.
+of targets, optimizer steps and losses. Log-probabilities are those of its base class, [`LogpsTrainer`].
 
 1. Set-up: the models, data and rewards that TRL gets, recorded rollouts, and what is put around TRL's vLLM engine.
 2. The order of the prompts (`_run_epoch`): a function of the seed (`generation.prompt_order`).
@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, chdir, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,27 +25,27 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from torch import Tensor
 from transformers.trainer_utils import has_length
-from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import get_config_model_id
 
 
 # First, because it checks versions: another release may lack names that are imported below.
 from ..compatibility import check_replaced, untested  # isort: skip
-from ..batch import Batch, carried
+from ..batch import Batch, carried, completion_tokens
 from ..checks.processes import check_processes
 from ..checks.weights import check_models
 from ..config import OPOConfig
 from ..data import prompt_ids
 from ..groups import rounding_of_advantages
-from ..metrics.step_clock import StepClock
 from ..models import adapter, reference
 from ..models.frozen_base import FrozenBase
+from ..objective import token_mean
 from ..patching import temporarily
 from ..resume.checkpoint import has_spent_budget
 from ..reuse.conversations import tokenizer_of
 from ..rewards.checked import check_tokenizer, checked
 from ..updates import padding
+from ..updates.logps import LogpsTrainer
 from . import prefetch, sampling
 from .dynamic_sampling import DynamicSampling
 from .failures import RewardFailures, RewardRecorder
@@ -53,7 +53,7 @@ from .first_step import NO_CHECKS, FirstStep
 from .prompt_order import EpochSampler, Place, PromptStream, check_enough_prompts
 
 
-class RolloutTrainer(GRPOTrainer):
+class RolloutTrainer(LogpsTrainer):
     """
     GRPOTrainer whose rollouts are generated, recorded, or replayed from a record, as its [`OPOConfig`] says.
 
@@ -61,8 +61,6 @@ class RolloutTrainer(GRPOTrainer):
     """
 
     config_class: type[OPOConfig] = OPOConfig
-    args: OPOConfig
-    model: Any  # a PreTrainedModel, or PEFT's wrapper around one
 
     _recorded: Any = None  # rollouts that are trained on in place of own ones, or a record of these
     _prefetch: prefetch.Prefetch | None = None  # of the main process, with `prefetch_rollouts`
@@ -109,8 +107,6 @@ class RolloutTrainer(GRPOTrainer):
             )
         self._evaluated = []
         self._logged_of_sampling: set[str] = set()  # An evaluation's copy of this trainer has the same set.
-        self._clock = StepClock(self.accelerator.device)
-        self.add_callback(self._clock)
         if args.use_vllm:
             self._wrap_vllm(options)
 
@@ -188,7 +184,6 @@ class RolloutTrainer(GRPOTrainer):
         self._reward_failures = RewardFailures()
         self._last_loaded_step = -1  # vLLM may hold the weights of the same step of another call
         self.completions_generated = 0  # for training so far, over all processes
-        # Whether TRL gets zeros when it asks for log-probabilities next: `_generate` sets it where nothing reads them
         self._leaves_out_logps = False
         self._first_step: FirstStep | None = FirstStep(self) if untested() else None
         self._n_prompts: float = math.inf  # of a stream
@@ -228,15 +223,16 @@ class RolloutTrainer(GRPOTrainer):
         """Checks of the first rollout and optimizer step that train, with releases that have not been tested."""
         return self._first_step if self._first_step is not None and self._mode == "train" else NO_CHECKS
 
+    def _check_first_step(self, n_calls: int) -> None:
+        """Check the backward passes of an optimizer step of so many micro-steps. The last check ends all checks."""
+        self._first_step_checks.check_step(n_calls)
+        if self._first_step_checks.is_complete:
+            self._first_step = None
+
     @property
     def _replays_recorded(self) -> bool:
         """Whether completions are taken from `rollouts`; an evaluation generates its own."""
         return self.args.rollouts is not None and self._mode == "train"
-
-    @cached_property
-    def _takes_positions(self) -> bool:
-        """Whether the policy gets the positions of tokens, counted without padding."""
-        return padding.takes_positions(self.accelerator.unwrap_model(self.model))
 
     # 2. The order of the prompts
 
@@ -293,6 +289,10 @@ class RolloutTrainer(GRPOTrainer):
         if self._first_step is not None:
             self._first_step.check_sampler(self._sampler)
         return self._sampler
+
+    def _note_drawn_prompts(self) -> None:
+        """Note that the data loader has drawn the prompts of one more rollout: `_place` is where they end."""
+        self._place = self._place.after_rollout(self.args.prompts_per_rollout, self._n_prompts)
 
     def _prompts_of_next_rollout(self) -> list[list[int]] | None:
         """Tokens of the next rollout's prompts, of all processes; `None` in an evaluation, and in the last rollout."""
@@ -463,6 +463,29 @@ class RolloutTrainer(GRPOTrainer):
             rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
         elif self.args.prefetch_rollouts and self._mode == "train":
             rollout["old_per_token_logps"] = rollout.pop("sampling_per_token_logps")
+
+    def _recognize_policy(self, rollout: Batch) -> Tensor:
+        """
+        Completions, bool `[B]`, whose recorded log-probabilities are the policy's but for rounding. They get the
+        policy's own: otherwise the rounding would be a log-ratio other than 0, whose gradient pulls the policy back
+        although it has not moved. If all of them are the policy's, there is no other behaviour policy, and no
+        log-probabilities of one. Those of a record that are of another are described in a warning, once.
+        """
+        batch_size = self.args.per_device_train_batch_size
+        with padding.evaluating(self.model):  # without dropout
+            current, entropies = self._policy_logps(rollout, batch_size=batch_size)
+        recorded = rollout["old_per_token_logps"]
+        mask = completion_tokens(rollout)
+        difference = token_mean((recorded - current).square(), mask).sqrt()  # root mean square in nats, `[B]`
+        by_policy = difference <= padding.rounding_of_logps(self)
+        rollout["old_per_token_logps"] = torch.where(by_policy.unsqueeze(1), current, recorded)
+        if self.accelerator.gather(by_policy).all():
+            # From here on, it is like a rollout of the policy's own: steps that need these log-probabilities compute
+            # them in the shape of their micro-batches.
+            del rollout["old_per_token_logps"]
+        elif self._replays_recorded:
+            self._recorded.compare(self, recorded, current, entropies, mask)
+        return by_policy
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list, **named):
         """Rewards over all processes, `[N, number of functions]`: recorded ones, or by the reward functions."""

@@ -15,21 +15,24 @@ def rollout_metrics(targets: Targets, groups: Groups) -> dict[str, Tensor]:
     target is made of escort weights, also `mu`, `escort/ess` (mean over groups of (Σω)² / Σω², between 1 and G) and
     `temperature`. NaN if no sample is valid. `ValueError` if N is not a multiple of G.
     """
-    has_valid = grouped(groups.valid, groups.num_generations).any(dim=1)
     drive = targets.drive[groups.valid]
-    metrics = {"frac_zero_drive": (drive == 0).to(drive.dtype).mean()}
+    has_no_drive = (drive == 0).to(drive.dtype)
+    metrics = {"frac_zero_drive": has_no_drive.mean()}
     if targets.omega is None or targets.temperature is None:
         return metrics
     weights = torch.where(groups.valid, targets.omega, 0.0)
     ess = _effective_sizes(grouped(weights, groups.num_generations))
-    return metrics | {"mu": targets.mu, "escort/ess": ess[has_valid].mean(), "temperature": targets.temperature}
+    has_valid = grouped(groups.valid, groups.num_generations).any(dim=1)
+    mean_ess = ess[has_valid].mean()
+    return metrics | {"mu": targets.mu, "escort/ess": mean_ess, "temperature": targets.temperature}
 
 
 def _effective_sizes(weights: Tensor) -> Tensor:
     """Effective sample size (Σω)² / Σω² of each row of weights; 0 for a row of zeros."""
     smallest = torch.finfo(weights.dtype).tiny
+    sums = weights.sum(dim=1)
     sums_of_squares = weights.square().sum(dim=1)
-    return weights.sum(dim=1).square() / sums_of_squares.clamp(min=smallest)
+    return sums.square() / sums_of_squares.clamp(min=smallest)
 
 
 @torch.no_grad()
@@ -45,10 +48,11 @@ def step_metrics(log_ratio: Tensor, weights: Tensor, clamped: Tensor) -> dict[st
     count = takes_part.sum().clamp(min=1)
     delta = torch.where(takes_part, log_ratio, 0.0)
     v = torch.expm1(delta)
+    sum_of_squares = v.square().sum()
     n_clamped = (clamped & takes_part).sum()
     share_taking_part = takes_part.to(v.dtype).mean()
     return {
-        "chi2": v.square().sum() / count,
+        "chi2": sum_of_squares / count,
         "conservation_residual": v.sum() / count,
         "log_ratio/absmax": delta.abs().max(),
         "frac_clamped": n_clamped / count,
@@ -93,7 +97,8 @@ def ratio_ess(log_ratio: Tensor, keep: Tensor) -> Tensor:
     ratio = log_ratio[keep].softmax(dim=0)  # its scale cancels
     if len(ratio) == 0:
         return ratio.new_tensor(math.nan)
-    return 1 / (len(ratio) * ratio.square().sum())
+    sum_of_squares = ratio.square().sum()
+    return 1 / (len(ratio) * sum_of_squares)
 
 
 def gradient_response_efficiency(gradient_norm: float, advantage_range: float) -> float:

@@ -1,6 +1,6 @@
 """A model that is named by an adapter: its base with the adapter, as PEFT loads it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +10,30 @@ from trl.trainer.utils import create_model_from_path
 from ..checks.weights import base_of
 
 
-def load(path: str, *, field: str = "model", trains: bool = True, **options: Any) -> Any:
+def load(
+    path: str,
+    *,
+    field: str = "model",
+    trains: bool = True,
+    create: Callable[..., Any] = create_model_from_path,
+    **options: Any,
+) -> Any:
     """
-    TRL's `create_model_from_path`, also for an adapter, which `trains` on: its base is frozen.
+    TRL's `create_model_from_path`, or another such function, also for an adapter, which `trains` on: its base is
+    frozen.
 
     Raises:
         `ValueError`: the adapter's tensors are not those of its configuration on this base.
     """
     base = base_of(field, path, options)
     if base is None:
-        return create_model_from_path(path, **options)
+        return create(path, **options)
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights  # an extra of this package
 
     # Where the adapter is; its base has options of its own.
     where = {name: options[name] for name in ("revision", "subfolder", "cache_dir", "token") if name in options}
     name, base_options = base
-    base_model = create_model_from_path(name, **base_options)
+    base_model = create(name, **base_options)
     model = PeftModel.from_pretrained(base_model, path, is_trainable=trains, **where)
     stored = load_peft_weights(path, device="cpu", **where).keys()
     needed = get_peft_model_state_dict(model, save_embedding_layers=False).keys()
@@ -68,12 +76,16 @@ def prepared(model: str, args: Any, trainer_options: dict[str, Any]) -> dict[str
         )
     if trainer_options.get("processing_class") is not None:
         return trainer_options
-    source, revision = tokenizer_source(model, options)
-    processor = AutoProcessor.from_pretrained(
+    return trainer_options | {"processing_class": processor_of(model, args)}
+
+
+def processor_of(model: str, args: Any) -> Any:
+    """What TRL prepares prompts with, for a model that is a name; for an adapter, the tokenizer saved with it."""
+    source, revision = tokenizer_source(model, args.model_init_kwargs or {})
+    return AutoProcessor.from_pretrained(
         source,
         revision=revision,
         trust_remote_code=args.trust_remote_code,
         truncation_side="left",
         padding_side="left",
     )
-    return trainer_options | {"processing_class": processor}

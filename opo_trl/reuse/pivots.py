@@ -9,8 +9,9 @@ import json
 import logging
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -137,19 +138,12 @@ def to_pivots(
     trajectories = _trajectories(source)
     left_out = LeftOut()
     chosen = _rewarded(trajectories, min_reward, left_out, source)
+    states = partial(_states, reader, left_out, messages, max_prompt_length, chat_template_kwargs or {})
     rows: Rows = []
     beginnings: list[str] = []  # of each row's trajectory
-    known: set[str] = set()  # states with their actions
-    for trajectory in chosen:
-        for row in _states(reader, trajectory, left_out, messages, max_prompt_length, chat_template_kwargs or {}):
-            # `logged_action` makes actions equal that are written differently, such as arguments as JSON.
-            key = repr((row[PROMPT_IDS], logged_action(row["action"])))
-            if key in known:
-                left_out.add("that repeat an earlier state and action", trajectory, row["turn"])
-                continue
-            known.add(key)
-            rows.append({**row, "overlap": dict(overlap)} if overlap else row)
-            beginnings.append(trajectory.beginning)
+    for trajectory, row in _without_repetition(states, chosen, left_out):
+        rows.append({**row, "overlap": dict(overlap)} if overlap else row)
+        beginnings.append(trajectory.beginning)
     if left_out.counts:
         logger.warning(f"{source!r}: states that are left out: {left_out}.")
     if not rows:
@@ -157,13 +151,32 @@ def to_pivots(
     return _splits(rows, beginnings, test_fraction, seed)
 
 
+def _without_repetition(
+    states: Callable[[Trajectory], Iterator[Row]], trajectories: Sequence[Trajectory], left_out: LeftOut
+) -> Iterator[tuple[Trajectory, Row]]:
+    """
+    The rows that `states` makes of trajectories, each with its trajectory. Those that repeat an earlier state and
+    action are counted in `left_out`.
+    """
+    known: set[str] = set()  # states with their actions
+    for trajectory in trajectories:
+        for row in states(trajectory):
+            # `logged_action` makes actions equal that are written differently, such as arguments as JSON.
+            key = repr((row[PROMPT_IDS], logged_action(row["action"])))
+            if key in known:
+                left_out.add("that repeat an earlier state and action", trajectory, row["turn"])
+                continue
+            known.add(key)
+            yield trajectory, row
+
+
 def _states(
     reader: ActionReader,
-    trajectory: Trajectory,
     left_out: LeftOut,
     takes_messages: bool,
     max_prompt_length: int | None,
     chat_template_kwargs: Mapping[str, Any],
+    trajectory: Trajectory,
 ) -> Iterator[Row]:
     """
     The rows of the states of a trajectory, one for each of its actions: what the model read before, as messages and as

@@ -130,5 +130,6 @@ def test_options_of_accelerate_in_a_recipe(folder: Path):
     path = write(folder, RECIPE | {"num_processes": 1, "cpu": True})
     arguments = recipe.read([path, "--num_machines", "1"])
     assert arguments.unknown == ["--num_machines", "1"]
-    assert words.launch_words(arguments.launch) == ["--num_processes=1", "--cpu"]
-    assert words.launch_words({"cpu": "True", "multi_gpu": "no"}) == ["--cpu"]
+    flags = {"cpu", "multi_gpu"}
+    assert words.launch_words(arguments.launch, flags) == ["--cpu", "--num_processes=1"]
+    assert words.launch_words({"cpu": "True", "multi_gpu": "no"}, flags) == ["--cpu"]
