@@ -13,7 +13,7 @@ from ...intervals import Estimate, estimate
 from ...pages import fill, table
 from ...staged import holm
 from . import design
-from .design import ENTRIES, FRESH_SEEDS, GSPO, LITERATURE, PAPER, REPORTED, RIVALS, SEEDS, TODAY, TR, Results
+from .design import ENTRIES, FRESH_SEEDS, GSPO, LITERATURE, PAPER, REPORTED, RIVALS, SEEDS, TODAY, TR, WIDER, Results
 from .training import REGIMES, Run
 
 
@@ -26,7 +26,8 @@ AGES = {
     "lag64": "all by the base model, once",
     "replay": "replay, four passes",
 }
-METHODS = {"OPO": PAPER, "truncated REINFORCE": TR, "TOPR": "TOPR", "GSPO": GSPO, "GRPO": "GRPO"}  # of the README's
+# Of the README's table
+METHODS = {"OPO": PAPER, "truncated REINFORCE": TR, "TOPR": "TOPR", "GSPO": GSPO, "GRPO": WIDER}
 ADMISSIBLE = 1.0  # points that a simpler form may lose in any regime
 
 _INTRODUCTION = """\
@@ -121,7 +122,7 @@ def row_of(name: str, regime: str, found: Results) -> str:
 
 
 def _regime(regime: str, found: Results, kept: set[tuple[str, str]]) -> Iterator[str]:
-    complete = [name for name in (*REPORTED, *LITERATURE) if is_complete(name, regime, found)]
+    complete = [name for name in (*REPORTED, *LITERATURE, WIDER) if is_complete(name, regime, found)]
     if TODAY not in complete:
         yield f"\n{sum(run.regime == regime for run in found)} runs so far."
         return
@@ -196,7 +197,7 @@ def _of_default(found: Results) -> Iterator[str]:
     """How far the default is ahead of the other forms, and of published losses that have been run."""
     yield "\n" + wrapped(_OF_DEFAULT) + "\n"
     run = [name for name in LITERATURE if any(is_complete(name, regime, found) for regime in REGIMES)]
-    names = [name for name in (*design.CONFIRMED, *run) if name != PAPER]
+    names = [name for name in (*design.CONFIRMED, WIDER, *run) if name != PAPER]
     rows = []
     for name, measure in itertools.product(names, ("sampled", "greedy")):
         cells = [
@@ -224,7 +225,7 @@ def table_of_evidence(found: Results) -> str:
         mu = design.stages(PAPER, regime, found).chosen(found)[1]
         tr = "{} [{}]".format(*(shown(values(TR, regime, found, measure)) for measure in ("sampled", "greedy")))
         opo = f"{_pair(PAPER, TR, regime, found)}, μ {mu:g}"
-        rows.append([age, tr, opo, *(_pair(TR, name, regime, found) for name in (GSPO, "GRPO", "TOPR"))])
+        rows.append([age, tr, opo, *(_pair(TR, name, regime, found) for name in (GSPO, WIDER, "TOPR"))])
     return table(("completions", "TR", "OPO less TR", "TR less GSPO", "TR less GRPO", "TR less TOPR"), rows)
 
 
