@@ -146,14 +146,17 @@ def rollout(number: int, n: int, width: int = 3) -> dict:
     }
 
 
-def buffer(useful=((1, 1, 1, 1),) * 3) -> ReplayBuffer:
-    """Rollouts of 4 groups of 2, of which some are useful."""
-    replay = ReplayBuffer(max_staleness=2, num_generations=2, seed=0, process=0)
+def buffer(useful=((1, 1, 1, 1),) * 3, process: int = 0, processes: int = 1) -> ReplayBuffer:
+    """Rollouts of 4 groups of 2, of which some are useful; of these the part of a process."""
+    replay = ReplayBuffer(max_staleness=2, num_generations=2, seed=0, process=process)
+    n_local = 8 // processes
+    local = slice(process * n_local, (process + 1) * n_local)
     for number, flags in enumerate(useful):
         advantages = []
         for flag in flags:
             advantages += [-1.0, 1.0] if flag else [0.5, 0.5]
-        replay.add(rollout(number, 8), torch.tensor(advantages))
+        part = {name: values[local] for name, values in rollout(number, 8).items()}
+        replay.add(part, torch.tensor(advantages))
     return replay
 
 
@@ -171,6 +174,15 @@ def test_a_pass_draws_whole_useful_groups_in_their_places():
     rollouts_of_groups = torch.stack([rows["of"][::2] for rows in drawn], dim=1)
     # Rollout 0 is too old; a place without a useful group is served by the current rollout.
     assert list(map(set, rollouts_of_groups.tolist())) == [{1, 3}, {1, 2}, {2, 3}, {3}]
+
+
+def test_processes_draw_their_parts_of_one_pass():
+    useful = [(1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)]
+    for passed in range(1, 20):
+        whole = buffer(useful).rows_of_pass(3, passed)
+        parts = [buffer(useful, process, processes=2).rows_of_pass(3, passed) for process in range(2)]
+        for name in ("of", "place", "advantages"):
+            assert torch.cat([part[name] for part in parts]).equal(whole[name])
 
 
 def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tmp_path):
