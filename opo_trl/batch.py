@@ -78,7 +78,7 @@ class Batch(TypedDict, total=False):
     opo_filler: Tensor  # bool `[B]`: whether its gradient is 0, and it only fills the micro-batch; by `Planner`
     opo_skipped: Tensor  # bool `[number left out]`: `opo_counts` of these; in the last micro-batch; by `Planner`
     opo_source: Tensor  # int64 `[rows, width]`: places of tokens where prompts are computed once; by `arrange`
-    opo_segment: Tensor  # int64 `[rows, width]`: 0 for a prompt, else the number of its completion; by `arrange`
+    opo_completion: Tensor  # int64 `[rows, …]`: the completions of tokens in the last columns of these; by `arrange`
     opo_shape: tuple[int, int, int]  # B, T and P for which these two hold; by `arrange`
 
 

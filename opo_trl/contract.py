@@ -89,6 +89,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "trl.models.utils": "disable_gradient_checkpointing",
         "transformers.PreTrainedModel": "is_backend_compatible()",
         "transformers.PreTrainedConfig": "_attn_implementation",
+        "transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS": "register",
     },
     "the loss": {
         "trl.GRPOTrainer": """

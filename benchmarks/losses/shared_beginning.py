@@ -34,7 +34,7 @@ def _common(prompts: list[list[int]]) -> int:
 def shared_pass(
     model: Any,
     source: Tensor,
-    segment: Tensor,
+    completion: Tensor,
     *,
     input_ids: Tensor,
     attention_mask: Tensor,
@@ -43,6 +43,8 @@ def shared_pass(
     **options: Any,
 ) -> Any:
     """As `shared_prompts.shared_pass`, with all prompts and completions in one row after the common beginning."""
+    n_prompt_columns = source.size(1) - completion.size(1)
+    segment = pad(completion, (n_prompt_columns, 0))  # 0 for a prompt
     is_prompt = (source >= 0) & (segment == 0)
     prompts = [input_ids.flatten()[own[of_prompt]].tolist() for own, of_prompt in zip(source, is_prompt, strict=True)]
     beginning = is_prompt & (torch.arange(source.size(1)) < (_common(prompts) if len(prompts) > 1 else 0))

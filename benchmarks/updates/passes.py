@@ -32,8 +32,8 @@ def counted_passes(model: torch.nn.Module) -> Iterator[list[Pass]]:
     def count(_, args: tuple, inputs: dict[str, Any]) -> None:
         rows, columns = inputs["input_ids"].shape
         mask = inputs["attention_mask"]
-        if mask.ndim == 4:  # prompts computed once: which token attends to which; padding, only to itself
-            mask = (mask.sum(dim=3) > 1) | (mask.sum(dim=2) > 1)
+        if mask.ndim == 4:  # prompts computed once: which token attends to which; none to padding
+            mask = mask.any(dim=2)
         tokens, scored = mask.sum().item(), (inputs["labels"] != -100).sum().item()
         passes.append(Pass(torch.is_grad_enabled(), rows, columns, tokens, scored))
 

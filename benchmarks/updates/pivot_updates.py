@@ -1,25 +1,26 @@
 """
 What an update on pivots costs: prompts many times as long as actions, beside TRL's GRPOTrainer on the same rollout.
 
-    python -m benchmarks.updates.pivot_updates run       # what is missing of pivot_updates.jsonl
-    python -m benchmarks.updates.pivot_updates long      # what is missing of long_prompts.jsonl
-    python -m benchmarks.updates.pivot_updates report    # → pivot_updates.md
+    python -m benchmarks.updates.pivot_updates run         # what is missing of pivot_updates.jsonl
+    python -m benchmarks.updates.pivot_updates families    # what is missing of pivot_families.jsonl
+    python -m benchmarks.updates.pivot_updates long        # what is missing of long_prompts.jsonl
+    python -m benchmarks.updates.pivot_updates report      # → pivot_updates.md
 
 Each case has `GROUPS` prompts of random tokens and G actions of each, of half to all of `ACTION` tokens; no group has
 zero variance. One optimizer step, in micro-batches of a group; a random Qwen3 of two layers, one thread of a CPU. The
 trainers alternate, three phases of each, and a ratio is to GRPOTrainer's phase of the same turn. Time is processor
 time; tokens are counted at the model's input, with padding; peak memory is what PyTorch's allocator hands out for a
-phase, besides weights and moments. `long` compares the gradients of a prompt of thousands of tokens that is computed
-once and of rows, of the sum of all log-probabilities, with the peaks of the forward and backward pass.
+phase, besides weights and moments. `families` measures other models in one of the cases. `long` compares the gradients
+of a prompt of thousands of tokens that is computed once and of rows, of the sum of all log-probabilities, with the
+peaks of the forward and backward pass.
 """
 
 import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from ..pages import table
 from ..staged import read, run_missing
 from .passes import count_tokens, counted_passes
 from .replay import Rollout, allocated_peak, make_trainer, peak_of, phase, ratio, take_turns
-from .shapes import small_qwen3
+from .shapes import SMALL_GEMMA3, SMALL_QWEN3_MOE, small_qwen3
 
 
 RECORD = Path(__file__).resolve().with_name("pivot_updates.jsonl")
@@ -75,12 +76,20 @@ def draw_rollout(case: Case) -> Rollout:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """Tokens, bytes and seconds of a phase of each trainer, and the ratios of seconds to GRPOTrainer's."""
+    """What each trainer takes for a case."""
+    return {**asdict(case), **measure_updates(case, small_qwen3(WIDTH))}
+
+
+def measure_updates(case: Case, shape: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """
+    Tokens, bytes and seconds of a phase of each trainer, and the ratios of seconds to GRPOTrainer's. `options` are
+    fields of the trainers.
+    """
     torch.set_num_threads(1)
     rollout = draw_rollout(case)
-    options = {"rows": case.generations, "steps": 1}
-    trainers = {name: make_trainer(name, small_qwen3(WIDTH), rollout, **options) for name in METHODS}
-    line: dict[str, Any] = asdict(case)
+    options |= {"rows": case.generations, "steps": 1}
+    trainers = {name: make_trainer(name, shape, rollout, **options) for name in METHODS}
+    line: dict[str, Any] = {}
     for name, trainer in trainers.items():
         phase(trainer)  # creates the moments
         with counted_passes(trainer.model) as passes:
@@ -91,6 +100,29 @@ def measure(case: Case) -> dict[str, Any]:
         line[name]["seconds"] = round(statistics.median(seconds[name]), 3)
         line[name]["time"] = ratio(seconds[name], seconds[METHODS[0]])
     return line
+
+
+# Other families
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model of another family, and its coefficient of the router's loss; `None` for one without a router."""
+
+    model_type: str
+    router_aux_loss_coef: float | None = None
+
+
+FAMILIES = [Family("gemma3_text"), Family("qwen3_moe", 0.001), Family("qwen3_moe", 0.0)]
+FAMILY_RECORD = RECORD.with_name("pivot_families.jsonl")
+SHAPES = {shape["model_type"]: shape for shape in (SMALL_GEMMA3, SMALL_QWEN3_MOE)}
+OF_FAMILIES = Case(20, 8)
+
+
+def measure_family(family: Family) -> dict[str, Any]:
+    """What each trainer takes for a model."""
+    options = {"router_aux_loss_coef": family.router_aux_loss_coef}
+    return {**asdict(family), **measure_updates(OF_FAMILIES, SHAPES[family.model_type], **options)}
 
 
 # Long prompts
@@ -149,21 +181,40 @@ def page(found: Mapping[Case, Mapping[str, Any]]) -> str:
     """The finished cases as a page."""
     rows = []
     for case in CASES:
-        if case not in found:
-            continue
-        theirs = found[case][METHODS[0]]
-        for name, shown in SHOWN.items():
-            own = found[case][name]
-            time = own["time"]
-            cells = [
-                f"{tokens_of(own) / tokens_of(theirs):.3f}",
-                f"{time['median']:.3f} ({time['low']:.3f}–{time['high']:.3f})",
-                f"{own['bytes'] / theirs['bytes']:.3f}",
-                f"{theirs['seconds']:.1f}",
-            ]
-            rows.append([f"{case.tokens_ratio}", f"{case.generations}", shown, *cells])
-    header = ["prompt : longest action", "G", "", "tokens", "time", "peak memory", "GRPOTrainer, seconds"]
-    return f"{_INTRODUCTION}\n{table(header, rows)}\n{_long_table()}"
+        if case in found:
+            cells = [f"{case.tokens_ratio}", f"{case.generations}"]
+            rows += [[*cells, *of_method] for of_method in _beside_grpo(found[case])]
+    header = ["prompt : longest action", "G", *_MEASURED]
+    return f"{_INTRODUCTION}\n{table(header, rows)}\n{_family_table()}{_long_table()}"
+
+
+def _beside_grpo(line: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Cells under `_MEASURED` of each of our methods."""
+    theirs = line[METHODS[0]]
+    for name, shown in SHOWN.items():
+        own = line[name]
+        time = own["time"]
+        yield [
+            shown,
+            f"{tokens_of(own) / tokens_of(theirs):.3f}",
+            f"{time['median']:.3f} ({time['low']:.3f}–{time['high']:.3f})",
+            f"{own['bytes'] / theirs['bytes']:.3f}",
+            f"{theirs['seconds']:.1f}",
+        ]
+
+
+def _family_table() -> str:
+    """The models of other families; nothing if none has been measured."""
+    found = read(Family, FAMILY_RECORD)
+    if not found:
+        return ""
+    rows = []
+    for family, line in found.items():
+        coefficient = family.router_aux_loss_coef
+        cells = [f"`{family.model_type}`", "" if coefficient is None else f"{coefficient:g}"]
+        rows += [[*cells, *of_method] for of_method in _beside_grpo(line)]
+    header = ["model", "`router_aux_loss_coef`", *_MEASURED]
+    return f"\n## Other families\n\n{_FAMILIES}\n{table(header, rows)}\n"
 
 
 def _long_table() -> str:
@@ -188,23 +239,29 @@ tokens, a random Qwen3 of two layers on one thread of a busy CPU. Medians (range
 padded ones, with gradient counted three times. [How it is measured](pivot_updates.py);
 [record](pivot_updates.jsonl). Cases that are missing were not measured.
 """
+_MEASURED = ["", "tokens", "time", "peak memory", "GRPOTrainer, seconds"]
+_FAMILIES = f"""The same of other random models, with prompts {OF_FAMILIES.tokens_ratio} times as long as the longest
+action and {OF_FAMILIES.generations} actions of each. Gemma 3, and a mixture of experts with its router's loss, compute
+a prompt for each action: what is left is saved by sorting and trimming.
+"""
 _LONG = f"""Fractions of what rows take: one forward and backward pass over G actions of {ACTION} tokens, measured
-once. The mask has a byte for each pair of tokens of a row, and attention on a CPU copies it as floats: so with 20,000
-tokens and four actions, computing the prompt once saves time and takes more memory.
+once. A prompt attends to itself without a mask; that of the actions has a byte for each of their tokens and each token
+of the row. In both ways, about 0.65 GB of the peak are the LM head's, however many tokens there are.
 """
 
 
 def main() -> int:
-    arguments = read_command_line(__doc__, "run", "long", "report")
-    found = partial(read, Case, RECORD)
+    arguments = read_command_line(__doc__, "run", "families", "long", "report")
     if arguments.command == "report":
-        RECORD.with_suffix(".md").write_text(page(found()))
+        RECORD.with_suffix(".md").write_text(page(read(Case, RECORD)))
         return 0
-    if arguments.command == "long":
-        found = partial(read, LongPrompt, LONG_RECORD)
-        missing = [lambda: [case for case in LONG_PROMPTS if case not in found()]]
-        return run_missing(missing, compare, LONG_RECORD, arguments.jobs)
-    return run_missing([lambda: [case for case in CASES if case not in found()]], measure, RECORD, arguments.jobs)
+    kind, cases, make, record = {
+        "run": (Case, CASES, measure, RECORD),
+        "families": (Family, FAMILIES, measure_family, FAMILY_RECORD),
+        "long": (LongPrompt, LONG_PROMPTS, compare, LONG_RECORD),
+    }[arguments.command]
+    missing = [lambda: [case for case in cases if case not in read(kind, record)]]
+    return run_missing(missing, make, record, arguments.jobs)
 
 
 if __name__ == "__main__":

@@ -32,3 +32,24 @@ def small_qwen3(width: int, vocab_size: int = 1024) -> dict[str, Any]:
         "num_key_value_heads": width // 64,
         "head_dim": 32,
     }
+
+
+# Eight experts, of which a token gets two
+SMALL_QWEN3_MOE = small_qwen3(128) | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 192,
+}
+# Five layers with a sliding window and one without, as in Gemma 3 1B, whose window has 512 tokens
+SMALL_GEMMA3: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": 128,
+}

@@ -38,7 +38,7 @@ from .other_processes import CUT, OF_MACHINE, completions_of, converted, divide,
 
 logger = get_logger(__name__)
 
-FORMAT = 6  # number of the format in which states are saved
+FORMAT = 7  # number of the format in which states are saved
 
 # Values of `resume_from_checkpoint` that stand for a run's last complete checkpoint
 LAST = (True, "true", "True", "last", "auto")

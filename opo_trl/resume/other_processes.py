@@ -29,7 +29,7 @@ OF_STEPS = ("gradient_accumulation_steps", "steps_per_generation")
 CUT = (*OF_MACHINE, *OF_STEPS)
 
 # Entries that belong to a micro-batch, not to its completions.
-_OF_MICRO_BATCH = {"opo_skipped", "opo_source", "opo_segment", "opo_shape"}
+_OF_MICRO_BATCH = {"opo_skipped", "opo_source", "opo_completion", "opo_shape"}
 
 
 def converted(micro_steps: int, saved: Cut, current: Cut) -> int:

@@ -99,7 +99,7 @@ class Prompts:
 
     of_completion: np.ndarray  # the prompt of each completion, as any number, `[B]`
     # Width of a row at which attention costs as much as the rest of a layer. With shared prompts, attention is
-    # computed between all completions of a prompt, and masked.
+    # computed between all completions of a prompt, and masked; that of prompts to themselves is counted as much.
     break_even_width: float
 
     def take(self, completions: np.ndarray) -> "Prompts":
@@ -118,7 +118,8 @@ class Prompts:
 
     def shapes(self, lengths: np.ndarray) -> Iterator[Shapes]:
         """
-        Shapes of the parts of 1, 2, … completions, sorted by prompt, with a row for each prompt.
+        Shapes of the parts of 1, 2, … completions, sorted by prompt, with a row for each prompt, in which the
+        completions begin behind the longest prompt.
 
         A part is one of the size before, with one more completion: it makes the last row longer or, if it is the first
         of its prompt, begins another row with this prompt.
@@ -128,17 +129,18 @@ class Prompts:
         prompt_lengths, completion_lengths = lengths.T
         width_of_prompt = np.maximum(prompt_lengths - 1, 0)
         width_of_completion = 1 + completion_lengths  # begins with a copy of the prompt's last token
-        width_of_last_row = width = rows = longest = np.zeros(len(lengths), dtype=int)
+        # Widths of the longest prompt, of the completions in the last row, and the most of those in any row
+        widest_prompt = width_of_last_row = widest_row = rows = longest = np.zeros(len(lengths), dtype=int)
         for size in range(1, len(lengths) + 1):
             n_parts = len(lengths) - size + 1
             added = slice(size - 1, None)
             begins_row = begins_prompt[added] | (size == 1)
-            width_before = np.where(begins_row, width_of_prompt[added], width_of_last_row[:n_parts])
-            width_of_last_row = width_before + width_of_completion[added]
-            width = np.maximum(width[:n_parts], width_of_last_row)
+            width_of_last_row = np.where(begins_row, 0, width_of_last_row[:n_parts]) + width_of_completion[added]
+            widest_prompt = np.maximum(widest_prompt[:n_parts], width_of_prompt[added])
+            widest_row = np.maximum(widest_row[:n_parts], width_of_last_row)
             rows = rows[:n_parts] + begins_row
             longest = np.maximum(longest[:n_parts], completion_lengths[added])
-            yield Shapes(rows, width, longest)
+            yield Shapes(rows, widest_prompt + widest_row, longest)
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class Limits:
             allowed &= size * shapes.completion <= self.max_rows * longest_completion
         if size > self.max_rows or prompts is not None:
             allowed &= shapes.tokens <= self.max_rows * longest
-        if prompts is not None:  # attention and its mask grow with the square of the width
+        if prompts is not None:  # attention grows with the square of the width
             most = self.max_rows * prompts.cost(longest, longest)
             allowed &= prompts.cost(shapes.tokens, shapes.width) <= most
         if self.max_tokens is not None:

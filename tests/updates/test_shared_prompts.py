@@ -10,8 +10,9 @@ from float64_reference import EXACT
 from named_tensors import distance, snapshot
 from recording_trainers import RecordingOPO, logged, trained
 from scripted_rollouts import Script
-from torch.nn.functional import pad
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl.trainer.utils import add_fused_lm_head
 
 from opo_trl.batch import model_inputs
@@ -55,7 +56,10 @@ KINDS = {
     "mistral": {"sliding_window": None},
     "qwen2": {"sliding_window": None},
     "qwen3": {"sliding_window": None, "head_dim": 16},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
+# The default implementation of experts does not compute in float64.
+KINDS["qwen3_moe"]["experts_implementation"] = "eager"
 
 
 def make_model(kind: str, **fields) -> torch.nn.Module:
@@ -84,7 +88,9 @@ def test_log_probabilities_entropies_and_gradient_are_those_of_rows(kind, gaps):
     prompt_ids, completion_ids = rows["input_ids"].split([P, T], dim=1)
     batch = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
     places = arrange(batch, lengths, prompts)
-    assert places["opo_source"].shape == (3, 14)
+    # The longest prompt has 5 tokens, and all completions of one at most 2 + 4 + 1, each after the prompt's last.
+    assert places["opo_source"].shape == (3, 4 + 10)
+    assert places["opo_completion"].shape == (3, 10)
     weights = torch.randn(2, len(labels), T, generator=random, dtype=torch.float64)
 
     def values_and_gradient(forward) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,6 +110,53 @@ def test_log_probabilities_entropies_and_gradient_are_those_of_rows(kind, gaps):
     assert model_for(model, batch) is model
     cut_by_an_override = batch | places | {"completion_ids": completion_ids[:, 1:]}
     assert model_for(model, cut_by_an_override) is model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_padding_is_finite_in_half_precision(dtype):
+    model = make_model("qwen3").to(dtype)
+    rows, lengths, prompts = padded_groups(torch.Generator().manual_seed(0))
+    prompt_ids, completion_ids = rows["input_ids"].split([P, T], dim=1)
+    batch = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    masks, hidden_states = [], []
+    model.register_forward_pre_hook(lambda _, args, inputs: masks.append(inputs["attention_mask"]), with_kwargs=True)
+    model.model.register_forward_hook(lambda _, args, outputs: hidden_states.append(outputs.last_hidden_state))
+    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
+    labels[:, :P] = -100
+    shared = model_for(model, batch | arrange(batch, lengths, prompts))
+    shared(**rows, labels=labels, fused_lm_head=True)["log_probs"].sum().backward()
+    # Completions have 10 columns, the longest prompt, without its last token, has 4.
+    assert masks[0].shape == (3, 1, 10, 14)
+    assert hidden_states[0].isfinite().all()
+    assert gradient_of(model).isfinite().all()
+
+
+def test_a_mask_of_one_row_is_that_of_all_queries():
+    query, key, value = torch.randn(3, 2, 4, 5, 8)
+    mask = torch.rand(2, 1, 1, 5) < 0.7
+    mask[..., 0] = True
+    values, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), query, key, value, mask)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    assert torch.equal(values, expected.transpose(1, 2))
+
+
+def test_with_another_attention_rows_are_computed(monkeypatch):
+    model = make_model("qwen3")
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", ALL_ATTENTION_FUNCTIONS["flex_attention"])
+    assert break_even_width(model) is None
+
+
+def test_shapes_of_parts_are_those_of_their_rows():
+    random = np.random.default_rng(0)
+    prompts = np.repeat([3, 1, 2, 0], [4, 1, 2, 5])
+    lengths = np.stack([random.integers(1, 9, 4)[prompts], random.integers(0, 7, 12)], axis=1)
+    table = {"prompt_ids": torch.zeros(12, 9), "completion_ids": torch.zeros(12, 7)}
+    for size, shapes in enumerate(Prompts(prompts, 6000.0).shapes(lengths), 1):
+        for first, width in enumerate(shapes.width):
+            part = slice(first, first + size)
+            batch = {name: entry[part] for name, entry in table.items()}
+            source = arrange(batch, lengths[part], prompts[part])["opo_source"]
+            assert source.shape == (shapes.rows[first], width)
 
 
 def test_prompts_are_told_apart_by_their_tokens_and_not_by_their_padding():
@@ -196,7 +249,9 @@ def test_the_plan_knows_the_largest_micro_batch(tiny_model, tmp_path, budget, le
         ("qwen3", {"auto_map": {"AutoModelForCausalLM": "code.Model"}}),
         ("gpt2", {}),
         ("opt", {}),
-        ("qwen3_moe", {}),
+        ("mixtral", {"sliding_window": None}),
+        ("gemma3_text", {"sliding_window": 4}),
+        ("qwen3_next", {}),
     ],
     ids=str,
 )
