@@ -13,7 +13,7 @@ from opo_trl import OPOTrainer
 
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "ports" / "quickstart.py"
+SCRIPT = ROOT / "tests" / "public_scripts" / "quickstart.py"
 
 
 def sides_of_the_diff() -> tuple[str, str]:
