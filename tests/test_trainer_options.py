@@ -477,6 +477,7 @@ def test_router_auxiliary_loss(tiny_moe, tmp_path):
     coefficient = 20.0
     script = Script()
     trainer = trained(tiny_moe, tmp_path, script=script, router_aux_loss_coef=coefficient)
+    assert not trainer.planner.shares_prompts  # that loss would count a prompt once
     # The default implementation of the experts does not support float64.
     model = AutoModelForCausalLM.from_pretrained(tiny_moe, experts_implementation="eager")
     objective = Reference(trainer, script, model=model).step(0).gradient
@@ -497,6 +498,18 @@ def test_router_auxiliary_loss(tiny_moe, tmp_path):
     assert relative_error(gradient, objective) > 0.01
     (entry,) = logged(trainer)
     assert entry["aux_loss"] == pytest.approx(balance.item(), rel=1e-4)
+
+
+def test_prompts_are_computed_once_without_the_router_auxiliary_loss(tiny_moe, tmp_path):
+    script = Script()
+    prompts = Dataset.from_dict({"prompt": ["long " * 8 + str(number) for number in range(8)]})
+    options = {"per_device_train_batch_size": 8, "trainer_arguments": {"train_dataset": prompts}}
+    trainer = trained(tiny_moe, tmp_path, script=script, router_aux_loss_coef=0.0, **options)
+    (step,) = trainer.steps
+    assert all("opo_source" in batch for batch in step.batches)
+    model = AutoModelForCausalLM.from_pretrained(tiny_moe, experts_implementation="eager")
+    expected = Reference(trainer, script, model=model).step(0).gradient
+    assert relative_error(step.gradient, expected) < EXACT
 
 
 def test_half_precision_model(tiny_model, tmp_path):

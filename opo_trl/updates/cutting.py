@@ -135,7 +135,8 @@ class Prompts:
             n_parts = len(lengths) - size + 1
             added = slice(size - 1, None)
             begins_row = begins_prompt[added] | (size == 1)
-            width_of_last_row = np.where(begins_row, 0, width_of_last_row[:n_parts]) + width_of_completion[added]
+            width_before = np.where(begins_row, 0, width_of_last_row[:n_parts])
+            width_of_last_row = width_before + width_of_completion[added]
             widest_prompt = np.maximum(widest_prompt[:n_parts], width_of_prompt[added])
             widest_row = np.maximum(widest_row[:n_parts], width_of_last_row)
             rows = rows[:n_parts] + begins_row
