@@ -396,9 +396,8 @@ class FirstStep:
         problem is the beginning of a sentence, which ends with the model's name.
         """
         trainer = self.trainer
-        if not len(completion):  # all are masked
+        if not len(completion):  # all are masked: any token will do, and a prompt may have only one
             completion = prompt[-1:]
-            prompt = prompt[:-1]
         length = len(completion)
         ids = torch.cat([prompt, completion])[None]
         mask = torch.ones_like(ids)

@@ -31,6 +31,11 @@ SCRIPTS = {
         "script": partial(Script, truncated=(2,), tool_tokens={1: (1,), 6: (0, 2)}),
         "mask_truncated_completions": True,
     },
+    "all of a rollout masked, prompts of one token": {
+        "script": partial(Script, truncated=range(8)),
+        "mask_truncated_completions": True,
+        "trainer_arguments": {"train_dataset": Dataset.from_dict({"prompt": ["7", "9"]})},
+    },
     "scores": {
         "script": partial(Script, rewards=[(1.0, None), (0.5, 2.0), (None, None), (0.25, 1.0)], functions=2),
         "reward_weights": [1.0, 0.5],
