@@ -235,10 +235,9 @@ def tokens_of(counts: Mapping[str, int]) -> int:
 _INTRODUCTION = f"""# An update on pivots, beside GRPOTrainer
 
 Fractions of what TRL's GRPOTrainer takes on the same rollout: {GROUPS} prompts, G actions of {ACTION // 2} to {ACTION}
-tokens, a random Qwen3 of two layers on one thread of a busy CPU. Medians (ranges) of {REPEATS} phases; tokens are
+tokens, a random Qwen3 of two layers on one thread of an idle CPU. Medians (ranges) of {REPEATS} phases; tokens are
 padded ones, with gradient counted three times. [How it is measured](pivot_updates.py);
-[record](pivot_updates.jsonl). Cases that are missing were not measured. All of this table is of commit 677f1333, when
-prompts had a mask; the tokens are the same since.
+[record](pivot_updates.jsonl).
 """
 _MEASURED = ["", "tokens", "time", "peak memory", "GRPOTrainer, seconds"]
 _FAMILIES = f"""The same of other random models, with prompts {OF_FAMILIES.tokens_ratio} times as long as the longest
