@@ -202,8 +202,8 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
     args, model = trainer.args, trainer.model
     place = place or place_of(trainer)
     prompt, completion = _longest_tokens(trainer)
-    n_all, all_bytes = _sum_of_pairs(_size(p, place) for p in model.parameters())
-    n_trained, trained_bytes = _sum_of_pairs(_size(p, place) for p in model.parameters() if p.requires_grad)
+    n_all, all_bytes = _size(model.parameters(), place)
+    n_trained, trained_bytes = _size((p for p in model.parameters() if p.requires_grad), place)
     trained_width = trained_bytes / n_trained
     if place.has_zero or place.trains_in_float32:  # the library casts the weights
         width = 2 if place.autocast else 4
@@ -258,15 +258,19 @@ def _generated_rows(args: Any) -> int:
     return 0 if is_by_others else args.per_device_train_batch_size * args.steps_per_generation
 
 
-def _size(parameter: Any, place: Place) -> tuple[int, float]:
-    """Elements of a parameter, and its bytes in training. Under ZeRO-3 it is empty, but knows its full size."""
-    n_elements = getattr(parameter, "ds_numel", parameter.numel())
-    width = parameter.element_size()
-    if place.has_zero and parameter.is_floating_point():  # DeepSpeed casts the model
-        width = 2 if place.autocast else 4
-    elif place.trains_in_float32 and parameter.requires_grad:
-        width = 4
-    return n_elements, n_elements * width
+def _size(parameters: Iterable[Any], place: Place) -> tuple[int, int]:
+    """Elements of parameters, and their bytes in training. Under ZeRO-3 each is empty, but knows its full size."""
+    n_all = n_bytes = 0
+    for parameter in parameters:
+        n_elements = getattr(parameter, "ds_numel", parameter.numel())
+        width = parameter.element_size()
+        if place.has_zero and parameter.is_floating_point():  # DeepSpeed casts the model
+            width = 2 if place.autocast else 4
+        elif place.trains_in_float32 and parameter.requires_grad:
+            width = 4
+        n_all += n_elements
+        n_bytes += n_elements * width
+    return n_all, n_bytes
 
 
 def _moments(optim: str, width: float) -> float:
@@ -274,12 +278,6 @@ def _moments(optim: str, width: float) -> float:
     if optim == "sgd":
         return 0.0
     return 2.0 if "8bit" in optim else 2 * width
-
-
-def _sum_of_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[int, float]:
-    """The sum of the first elements of pairs, and that of the second ones."""
-    firsts, seconds = zip(*pairs, strict=True)
-    return sum(firsts), sum(seconds)
 
 
 def _sharding(trainer: Any) -> str:
