@@ -214,7 +214,8 @@ def _project_on_simplex(target: Tensor, keep: Tensor) -> Tensor:
     entries = entries - entries.amax(dim=1, keepdim=True)
     descending = entries.sort(dim=1, descending=True).values
     rank = torch.arange(1, target.shape[1] + 1, device=target.device, dtype=target.dtype)
-    threshold = (descending.masked_fill(descending == -torch.inf, 0.0).cumsum(dim=1) - count) / rank
+    sums_of_largest = descending.masked_fill(descending == -torch.inf, 0.0).cumsum(dim=1)
+    threshold = (sums_of_largest - count) / rank
     # The largest entry always exceeds its threshold in exact arithmetic; clamp covers empty groups.
     support = (descending > threshold).sum(dim=1, keepdim=True).clamp(min=1)
     projected = (entries - threshold.gather(1, support - 1)).clamp(min=0)
@@ -271,7 +272,10 @@ def loss_terms(
 
 
 def coordinate(log_ratio: Tensor, ratio_form: RatioForm) -> Tensor:
-    """What is to be at the target: Delta (`"log"`), exp(Delta) − 1 (`"exact"`) or min(exp(Delta), 2) − 1; `[B]`."""
+    """
+    What is to be at the target: Delta (`"log"`), exp(Delta) − 1 (`"exact"`) or min(exp(Delta), 2) − 1 (`"truncated"`);
+    `[B]`. `ValueError` for another form.
+    """
     if ratio_form not in ("truncated", "log", "exact"):
         raise ValueError(f"ratio_form={ratio_form!r} is unknown. Use 'truncated', 'log' or 'exact'.")
     if ratio_form == "log":
@@ -452,20 +456,23 @@ class Objective:
         return ", ".join(parts)
 
     def targets(self, groups: Groups) -> Targets:
-        """Targets of complete groups: once per rollout, or when a group is scored."""
+        """Targets of N samples in complete groups, `[N]`: once per rollout, or when a group is scored."""
         drive = torch.where(groups.valid, groups.advantages, 0.0)
         return Targets(drive, drive, drive.new_ones(()))
 
     def weights(self, samples: Samples) -> Tensor:
-        """Weight of each sample in the loss, without gradient; 0 excludes it."""
+        """Weight of each sample in the loss, `[B]`, without gradient; 0 excludes it."""
         return samples.weights
 
     def terms(self, log_ratio: Tensor, weights: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Loss of each sample, as two terms: push and pull-back."""
+        """
+        Loss of each sample, `[B]`, as two terms: push and pull-back. `log_ratio`, of the sample, carries the gradient;
+        `weights` are those of [`~Objective.weights`].
+        """
         raise NotImplementedError
 
     def loss(self, samples: Samples) -> Loss:
-        """Loss of each sample of a micro-batch."""
+        """Loss of each sample of a micro-batch, `[B]`, from its log-ratio, bounded in value by `log_ratio_clamp`."""
         bound = self.args.log_ratio_clamp
         log_ratio = self.reduce(samples.sum(samples.log_ratios), samples)
         weights = self.weights(samples)
@@ -477,7 +484,7 @@ class Objective:
         return Loss(*self.terms(log_ratio, weights, samples), log_ratio, clamped, weights)
 
     def reduce(self, total: Tensor, samples: Samples) -> Tensor:
-        """Sums over tokens, or means under `log_ratio_reduction: mean`."""
+        """Sums over tokens, `[B]`, as they are, or as means over tokens under `log_ratio_reduction: mean`."""
         return total if self.log_ratio_reduction == "sum" else total / samples.length
 
     def kl(self, reference_logps: Tensor, samples: Samples, *, corrected: bool) -> Tensor:
@@ -573,7 +580,8 @@ class OPO(Objective):
         rewards = groups.rewards[valid]
         if len(rewards) and rewards.max() > rewards.min():
             lowest, highest = rewards.min(), rewards.max()
-            scaled = 2 * (rewards.mean() - lowest) / (highest - lowest) - 1
+            above_lowest = rewards.mean() - lowest
+            scaled = 2 * above_lowest / (highest - lowest) - 1
             success = scaled.clamp(-1, 1)  # the mean may round to outside its range
         factor = 1 + 0.2 * entropy - 0.5 * (1 - entropy) * success
         return (args.escort_temperature * factor).clamp(*args.temperature_range)

@@ -286,12 +286,7 @@ class OPOTrainer(RolloutTrainer):
         # TRL's log-probabilities are good enough for escort weights, but in bfloat16 not for a log-ratio in
         # micro-batches of another shape.
         logps_of_trl = rollout.pop("opo_logps", None)
-        # Completions that the policy as it is now has sampled. `old_per_token_logps` is of a behaviour policy that may
-        # be another: of a record, of a rollout that was generated in advance, or of an override.
-        by_policy = torch.full_like(rollout["advantages"], "old_per_token_logps" not in rollout, dtype=torch.bool)
-        sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
-        if sampled_elsewhere and not self._skipped.moved_at:  # no step has moved the policy yet
-            by_policy = self._recognize_policy(rollout)
+        by_policy = self._sampled_by_policy(rollout)
         self._policy_is_behaviour = "old_per_token_logps" not in rollout
         # By the behaviour policy, `[B, T]`; `None`: neither the objective nor a later pass has needed them so far
         logps = rollout.get("old_per_token_logps", logps_of_trl)
@@ -309,11 +304,22 @@ class OPOTrainer(RolloutTrainer):
         rollout["opo_own"] = by_policy
         # Recorded completions of another policy are at least one step old.
         rollout["opo_step"] = self._sampled_at() - (~by_policy & self._replays_recorded).float()
-        if entropies is not None and self.top_entropy_quantile < 1.0:
+        if self.top_entropy_quantile < 1.0:
             # TRL computes the threshold per micro-batch; the rollout's does not depend on how it is cut.
             mask = completion_tokens(rollout) & rollout["opo_valid"].unsqueeze(1)
             rollout["opo_steering"] = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
         return rollout
+
+    def _sampled_by_policy(self, rollout: Batch) -> Tensor:
+        """
+        Completions, bool `[B]`, that the policy as it is now has sampled. `old_per_token_logps` may be of another
+        behaviour policy: of a record, of a rollout that was generated in advance, or of an override. Until a step has
+        moved the policy, those of the first two are compared with its own, and replaced (`_recognize_policy`).
+        """
+        sampled_elsewhere = self._replays_recorded or (self.args.prefetch_rollouts and self._mode == "train")
+        if sampled_elsewhere and not self._skipped.moved_at:
+            return self._recognize_policy(rollout)
+        return torch.full_like(rollout["advantages"], "old_per_token_logps" not in rollout, dtype=torch.bool)
 
     def _targets(self, rollout: Batch, logps: Tensor | None) -> Batch:
         """
@@ -547,7 +553,8 @@ class OPOTrainer(RolloutTrainer):
         if self.aux_loss_enabled:
             # A mean over the tokens of the micro-batch, while the loss is a sum over its completions
             loss = loss + self.router_aux_loss_coef * aux_loss * len(losses)
-            self._metrics[self._mode]["aux_loss"].append(self.accelerator.gather(aux_loss.detach()).mean().item())
+            aux_losses = self.accelerator.gather(aux_loss.detach())
+            self._metrics[self._mode]["aux_loss"].append(aux_losses.mean().item())
         if self._mode == "eval":
             self._log_step(reports)  # an optimizer step that a callback interrupts keeps its own
             return loss / len(losses)
@@ -594,6 +601,29 @@ class OPOTrainer(RolloutTrainer):
         mask = completion_tokens(inputs) & inputs["opo_valid"].unsqueeze(1)
         # Where the behaviour policy's are not stored, it is the policy itself.
         behaviour_logps = inputs.get("old_per_token_logps", logps.detach())
+        weights = self._sampling_weights(inputs, logps, behaviour_logps, mask)
+        is_by_another = self.args.rollouts is not None or bool(self.args.prefetch_rollouts)
+        reused = self.num_iterations > 1 or is_by_another
+        return Samples(
+            logps=logps,
+            anchor_logps=behaviour_logps,
+            mask=mask,
+            target=inputs["opo_target"],
+            mu=inputs["opo_mu"],
+            weights=weights,
+            sampler_ratios=inputs.get("importance_sampling_ratio"),
+            age=self.state.global_step - inputs["opo_step"],
+            reused=reused,
+            # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
+            steering=inputs.get("opo_steering"),
+        )
+
+    def _sampling_weights(self, inputs: Batch, logps: Tensor, behaviour_logps: Tensor, mask: Tensor) -> Tensor:
+        """
+        Weights of completions by how they were sampled, `[B]`: the policy's probability over vLLM's (of tokens, their
+        mean), times TRL's off-policy mask (0 or 1); 0 for an invalid completion. Log-probabilities and mask are those
+        of tokens, `[B, T]`.
+        """
         weights = torch.ones_like(inputs["opo_target"])
         if "importance_sampling_ratio" in inputs:
             ratio = inputs["importance_sampling_ratio"]  # `[B, 1]` in TRL's modes of sequences, `[B, T]` of tokens
@@ -607,19 +637,7 @@ class OPOTrainer(RolloutTrainer):
                 off_policy_threshold=self.off_policy_mask_threshold,
             )
             weights = weights * keep.squeeze(1)
-        return Samples(
-            logps=logps,
-            anchor_logps=behaviour_logps,
-            mask=mask,
-            target=inputs["opo_target"],
-            mu=inputs["opo_mu"],
-            weights=torch.where(inputs["opo_valid"], weights, 0.0),
-            sampler_ratios=inputs.get("importance_sampling_ratio"),
-            age=self.state.global_step - inputs["opo_step"],
-            reused=self.num_iterations > 1 or self.args.rollouts is not None or bool(self.args.prefetch_rollouts),
-            # Under `top_entropy_quantile`, the other tokens stay in the length but have no ratio.
-            steering=inputs.get("opo_steering"),
-        )
+        return torch.where(inputs["opo_valid"], weights, 0.0)
 
     # 4. The log
 

@@ -100,8 +100,8 @@ def _played(rng: random.Random) -> str:
     text = row["problem"]
     for _ in range(4):
         number = rng.choice(NUMBERS)
-        said = game.guess(number)
-        text += f"{CALL}{number}{END_OF_CALL}<eos>{RESULT}{said}{END_OF_RESULT}"
-        if said == "right":
+        hint = game.guess(number)
+        text += f"{CALL}{number}{END_OF_CALL}<eos>{RESULT}{hint}{END_OF_RESULT}"
+        if hint == "right":
             break
     return text + "<eos>"

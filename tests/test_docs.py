@@ -25,7 +25,7 @@ def code(page: str, language: str) -> str:
 
 
 @pytest.mark.parametrize("page", ["paper.md", "theory.md"])
-def test_statements_hold(page):
+def test_assertions_of_a_page_hold(page):
     exec(compile(code(page, "python"), page, "exec"), {})
 
 

@@ -124,7 +124,7 @@ def test_comparison_reports_on_both_methods(tmp_path):
 
 
 @pytest.mark.slow
-def test_geometry_runs():
+def test_notebook_of_geometry_runs():
     notebook = execute(FOLDER / "geometry_of_opo.ipynb", seconds=60)  # in its folder: `benchmarks` is in ".."
     assert pictures(notebook) == 6
     assert "needed is 1 − min ω = 0.90" in text_of(notebook)

@@ -127,7 +127,7 @@ def folder(tmp_path_factory) -> str:
     [pytest.param(*case, marks=[pytest.mark.slow] * (name not in QUICK)) for name, case in WRONG.items()],
     ids=WRONG,
 )
-def test_change_is_wrong(change, name, kind, text, monkeypatch, folder, capsys):
+def test_selftest_finds_what_another_release_changes(change, name, kind, text, monkeypatch, folder, capsys):
     change(monkeypatch)
     report = Report()
     report.attempt(name, train_and_compare, report, name, kind, folder)

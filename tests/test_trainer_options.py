@@ -112,7 +112,7 @@ def test_reference_is_the_model_that_is_given(tiny_model, tmp_path, named):
 # Entropy
 
 
-def test_entropy_bonus(tiny_model, tmp_path):
+def test_entropy_bonus_is_of_tokens_with_high_entropy(tiny_model, tmp_path):
     quantile = 0.4
     script = Script([0.4, 1.0, None, 2.0, 0.0, 0.3, 1.5, 0.9], tool_tokens={1: (0, 3)})
     trainer = trained(
@@ -512,7 +512,7 @@ def test_prompts_are_computed_once_without_the_router_auxiliary_loss(tiny_moe, t
     assert relative_error(step.gradient, expected) < EXACT
 
 
-def test_half_precision_model(tiny_model, tmp_path):
+def test_gradient_of_a_bfloat16_model_is_the_definitions(tiny_model, tmp_path):
     """In bfloat16, with a float32 head: the gradient is the definition's, up to bfloat16's 8 bits."""
     script = Script()
     trainer = trained(
@@ -536,7 +536,7 @@ def test_half_precision_model(tiny_model, tmp_path):
     ("generations", "options"),
     [(1, {}), (None, {"anchor_correction": "length_normalized", "adaptive_temperature": True})],
 )
-def test_evaluation(tiny_model, tmp_path, generations, options):
+def test_evaluation_logs_metrics_and_leaves_training_as_it_is(tiny_model, tmp_path, generations, options):
     trainer = trained(
         tiny_model,
         tmp_path,

@@ -90,7 +90,8 @@ def command(arguments: argparse.Namespace, fields: Sequence[str]) -> str:
     parts = ["python", "-m", "benchmarks.compare", *map(str, arguments.inputs)]
     parts += ["--seeds", *map(str, arguments.seeds)] if arguments.seeds else []
     parts += ["--baseline", arguments.baseline] if arguments.baseline else []
-    named = [Path(part).name if Path(part).is_absolute() else part for part in [*parts, *mask_words(fields)]]
+    parts += mask_words(fields)
+    named = [Path(part).name if Path(part).is_absolute() else part for part in parts]
     return shlex.join([*named, "--output", "OUTPUT"])
 
 
@@ -109,14 +110,15 @@ def plan(arguments: argparse.Namespace, fields: list[str]) -> list[Job]:
     stems = [path.stem for path in recipes]
     if twice := [stem for stem in stems if stems.count(stem) > 1]:
         raise ValueError(f"Several recipes are named {twice[0]!r}, which is the method's name. Rename one of them.")
-    names = [word[2:].split("=")[0].replace("-", "_") for word in fields if word.startswith("--")]
+    options = [word[2:].partition("=")[0] for word in fields if word.startswith("--")]
+    names = [option.replace("-", "_") for option in options]
     if own := [name for name in names if name in OWN_FIELDS]:
         raise ValueError(f"--{own[0]} is set by this command for each run. Remove it.")
-    jobs = [
-        Job(recipe, seed, arguments.output / "runs" / recipe.stem / f"seed-{seed}", tuple(fields))
-        for seed in dict.fromkeys(arguments.seeds)
-        for recipe in recipes
-    ]
+    jobs = []
+    for seed in dict.fromkeys(arguments.seeds):
+        for recipe in recipes:
+            folder = arguments.output / "runs" / recipe.stem / f"seed-{seed}"
+            jobs.append(Job(recipe, seed, folder, tuple(fields)))
     for job in jobs:
         check(job)
     return jobs

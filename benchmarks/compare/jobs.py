@@ -61,7 +61,10 @@ def check(job: Job) -> None:
     from opo_trl.command.recipe import read  # takes seconds
 
     found = read(["--config", str(job.recipe), *job.fields, "--seed", str(job.seed)])
-    if not is_run(job.folder) or not (is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))):
+    if not is_run(job.folder):
+        return
+    goes_on = is_finished(job.folder) or any(job.folder.glob("checkpoint-*"))
+    if not goes_on:
         return
     asked = mask(found.as_stored)
     earlier = read(["--config", str(job.folder / RECIPE)]).as_stored
@@ -69,11 +72,11 @@ def check(job: Job) -> None:
         if fields.get("accelerate_config"):  # the same file may be at another place, and that of the run be gone
             fields["accelerate_config"] = Path(fields["accelerate_config"]).stem
     lines = [f"The run in {str(job.folder)!r} differs from {str(job.recipe)!r}:"]
-    lines += [
-        f"  {name}: {earlier.get(name, 'not set')} there, {asked.get(name, 'not set')} requested"
-        for name in sorted((asked.keys() | earlier.keys()) - set(_IMMATERIAL))
-        if asked.get(name) != earlier.get(name)
-    ]
+    names = asked.keys() | earlier.keys()
+    for name in sorted(names - set(_IMMATERIAL)):
+        there, here = earlier.get(name, "not set"), asked.get(name, "not set")
+        if asked.get(name) != earlier.get(name):
+            lines.append(f"  {name}: {there} there, {here} requested")
     if lines[1:]:
         raise ValueError("\n".join([*lines, "Choose another --output, or delete that run."]))
 

@@ -47,8 +47,10 @@ class Comparison:
     def difference(self, label: str, measure: str) -> Difference | None:
         """Difference from the baseline on common seeds; `None` without common seeds, or if a value is missing."""
         pairs = [[self.values[run.name].get(measure) for run in pair] for pair in self.pairs(label)]
-        complete = pairs and all(None not in pair for pair in pairs)
-        return paired_difference(*zip(*pairs, strict=True)) if complete else None
+        if not pairs or any(None in pair for pair in pairs):
+            return None
+        own, of_baseline = zip(*pairs, strict=True)
+        return paired_difference(own, of_baseline)
 
     def pairs(self, label: str) -> list[tuple[Run, Run]]:
         """The method's runs, each with the baseline's run of the same seed."""
@@ -130,25 +132,28 @@ def completions(run: Run) -> Points:
     """Completions generated up to each reward, computed from the settings if the log does not count them."""
     rollout, steps = run.settings["generation_batch_size"], optimizer_steps_per_rollout(run.settings)
     key = reward_key(run)
-    return [
-        (row["step"], row.get("completions/generated") or math.ceil(row["step"] / steps) * rollout)
-        for row in run.log
-        if row.get(key) is not None
-    ]
+    points = []
+    for row in run.log:
+        if row.get(key) is not None:
+            n_rollouts = math.ceil(row["step"] / steps)
+            points.append((row["step"], row.get("completions/generated") or n_rollouts * rollout))
+    return points
 
 
 def clock(run: Run) -> Callable[[float], float]:
     """What is compared at equal amounts: optimizer steps, or the completions generated up to one."""
     if run.settings.get("max_completions") is None:
         return lambda step: step
-    steps, generated = zip(*completions(run), strict=True)
-    return lambda step: ([0, *generated])[bisect_right(steps, step)]
+    steps, totals = zip(*completions(run), strict=True)
+    generated = [0, *totals]
+    return lambda step: generated[bisect_right(steps, step)]
 
 
 def _window(run: Run) -> float:
     """How much of the clock "final" covers."""
-    budget = run.settings.get("max_completions") is not None
-    return LAST_STEPS * (completions_per_optimizer_step(run.settings) if budget else 1)
+    if run.settings.get("max_completions") is None:
+        return LAST_STEPS
+    return LAST_STEPS * completions_per_optimizer_step(run.settings)
 
 
 def seconds(run: Run) -> Points:
@@ -178,7 +183,9 @@ def accuracies(run: Run) -> Values:
 def final(points: Points, run: Run) -> float | None:
     """Mean of the values at the end of the run."""
     at, last = clock(run), max(row["step"] for row in run.log)
-    return mean([point for point in points if at(point[0]) > at(last) - _window(run)] or points[-1:])
+    start = at(last) - _window(run)
+    at_end = [point for point in points if at(point[0]) > start]
+    return mean(at_end or points[-1:])
 
 
 def mean(points: Points) -> float | None:
@@ -187,14 +194,26 @@ def mean(points: Points) -> float | None:
 
 def smooth(values: Sequence[float]) -> np.ndarray:
     """Mean of each value and up to nine values before it."""
-    return np.array([np.mean(values[max(end - WINDOW, 0) : end]) for end in range(1, len(values) + 1)])
+    means = []
+    for end in range(1, len(values) + 1):
+        first = max(end - WINDOW, 0)
+        means.append(np.mean(values[first:end]))
+    return np.array(means)
 
 
 def reward_target(methods: Mapping[str, list[Run]]) -> float:
     """80 % of the way from the base model's reward (mean of all runs' first entries) to the best final reward."""
-    start = np.mean([reward(run)[0][1] for runs in methods.values() for run in runs])
-    best = max(np.mean([final(reward(run), run) for run in runs]) for runs in methods.values())
-    return float(start + SHARE * (best - start)) if best > start else math.inf  # infinite: no method has learned
+    first_rewards = []
+    final_rewards = []  # means over the runs of each method
+    for runs in methods.values():
+        rewards = [reward(run) for run in runs]
+        first_rewards += [points[0][1] for points in rewards]
+        final_rewards.append(np.mean(list(map(final, rewards, runs))))
+    start = np.mean(first_rewards)
+    best = max(final_rewards)
+    if best > start:
+        return float(start + SHARE * (best - start))
+    return math.inf  # no method has learned
 
 
 def first_step_at(target: float, points: Points) -> float | None:

@@ -73,8 +73,10 @@ def read_run(folder: Path) -> Run:
         missing = LOG if settings else SETTINGS
         raise ValueError(f"The run {str(folder)!r} lacks {missing}, or it is empty. Restore it, or repeat the run.")
     place = folder.resolve()
+    if re.fullmatch(r"seed-\d+", place.name):
+        place = place.parent  # the folder of a method
     return Run(
-        label=one_line(place.parent.name if re.fullmatch(r"seed-\d+", place.name) else place.name),
+        label=one_line(place.name),
         seed=settings["seed"],
         settings=settings,
         environment=read_json(folder / ENVIRONMENT),

@@ -106,12 +106,12 @@ def place(origin: Mapping[str, Any]) -> str:
 
 def sizes(settings: Mapping[str, Any]) -> str:
     """Model, data and how much of them."""
-    return (
-        f"{settings['model']} on {settings['data']}: {settings['completions']} completions of at most "
-        f"{settings['max_completion_length']} tokens, {settings['rollout']} in a rollout, "
-        f"{settings['group']} of each prompt, {settings['steps_per_rollout']} optimizer steps for each pass over "
-        f"it, {settings['problems']} problems for an accuracy."
+    text = (
+        "{model} on {data}: {completions} completions of at most {max_completion_length} tokens, {rollout} in a "
+        "rollout, {group} of each prompt, {steps_per_rollout} optimizer steps for each pass over it, {problems} "
+        "problems for an accuracy."
     )
+    return text.format_map(settings)
 
 
 def costs(measured: Mapping[str, Mapping[str, Any]]) -> str:
@@ -121,18 +121,17 @@ def costs(measured: Mapping[str, Mapping[str, Any]]) -> str:
         seconds = [f"{part['seconds'][phase]:.1f}" for phase in PHASES]
         step = part["update_of_a_step"]
         memory = part["peak_memory"]
-        rows.append(
-            [
-                PARTS[name].title,
-                f"{part['completions']}",
-                f"{len(part['steps'])}",
-                *seconds,
-                f"{step['median']:.2f} ({step['low']:.2f}–{step['high']:.2f})",
-                f"{part['tokens_per_second_of_generation']:.0f}",
-                f"{part['tokens_per_second']:.0f}",
-                f"{memory / 1e9:.2f}" if memory else "–",
-            ]
-        )
+        row = [
+            PARTS[name].title,
+            f"{part['completions']}",
+            f"{len(part['steps'])}",
+            *seconds,
+            f"{step['median']:.2f} ({step['low']:.2f}–{step['high']:.2f})",
+            f"{part['tokens_per_second_of_generation']:.0f}",
+            f"{part['tokens_per_second']:.0f}",
+            f"{memory / 1e9:.2f}" if memory else "–",
+        ]
+        rows.append(row)
     header = ["", "completions", "optimizer steps", "generate, s", "score, s", "update, s", "update of a step, s"]
     header += ["tokens/s, generating", "tokens/s, of all", "peak memory, GB"]
     return table(header, rows)
@@ -162,15 +161,14 @@ def accuracies(parts: Mapping[str, Mapping[str, Any]]) -> str:
         measured = part.get("accuracies", [])
         for line in measured:
             found = line["accuracy"]
-            rows.append(
-                [
-                    PARTS[name].title,
-                    f"{line['training_seconds']:.0f}",
-                    f"{line['completions']}",
-                    f"{found['accuracy']:.1%} [{found['low']:.1%}, {found['high']:.1%}]",
-                    points(line, measured[0]) if line is not measured[0] else "",
-                ]
-            )
+            row = [
+                PARTS[name].title,
+                f"{line['training_seconds']:.0f}",
+                f"{line['completions']}",
+                f"{found['accuracy']:.1%} [{found['low']:.1%}, {found['high']:.1%}]",
+                points(line, measured[0]) if line is not measured[0] else "",
+            ]
+            rows.append(row)
     return table(["", "seconds of training", "completions", "accuracy", "gain in points"], rows)
 
 

@@ -59,12 +59,12 @@ def model_flops(passes: Iterable[Pass], shape: Mapping[str, Any], parameters: in
     """
     head = shape["vocab_size"] * shape["hidden_size"]
     attention = shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"]
-    return sum(
-        (3 if one.gradient else 1)
-        * 2
-        * ((parameters - head) * one.padded + head * one.scored + attention * one.padded * one.columns)
-        for one in passes
-    )
+    total = 0
+    for one in passes:
+        linear = (parameters - head) * one.padded + head * one.scored
+        products = linear + attention * one.padded * one.columns  # each a multiplication and an addition
+        total += (6 if one.gradient else 2) * products
+    return total
 
 
 def measure(
@@ -78,7 +78,10 @@ def measure(
     for method in methods:
         held = torch.cuda.memory_allocated() if on_gpu else 0
         trainers[method] = trainer = make_trainer(method, shape, rollout, **options)
-        plan = None if method == "GRPO" else max(sum(parts.values()) for parts in memory_plan(trainer).values())
+        planned_peak = None
+        if method != "GRPO":
+            plan = memory_plan(trainer)
+            planned_peak = max(sum(components.values()) for components in plan.values())
         reset_peak_memory()
         with counted_passes(trainer.model) as passes:
             phase(trainer)  # creates the moments at its first optimizer step, and looks whether padding matters
@@ -87,7 +90,7 @@ def measure(
             "passes": sum(one.gradient for one in passes),
             "flops": model_flops(passes, shape, trainer.model.num_parameters()),
             "peak_memory": (peak_memory() or 0) - held,
-            "planned_memory": plan,
+            "planned_memory": planned_peak,
         }
     seconds = take_turns(trainers, repeats)
     peak = PEAK.get(device_name())

@@ -7,7 +7,7 @@ Commit b7fa095 has the code that made the runs, `benchmarks.evidence`.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -41,7 +41,8 @@ PAPER = {
 
 def harder_level(run: Run) -> float:
     """Sampled accuracy after training, in %, on the level that was not trained on."""
-    return 100 * next(value for name, value in accuracies(run).items() if name.endswith("sampled"))
+    sampled = [value for name, value in accuracies(run).items() if name.endswith("sampled")]
+    return 100 * sampled[0]
 
 
 MEASURES: dict[str, Measure] = {
@@ -69,6 +70,11 @@ def norm_kept(run: Run) -> float:
     return (final(norms, run) or 0.0) / over_steps(norms, 1, LAST_STEPS)
 
 
+def efficiency_ratio(run: Run, other: Run) -> float:
+    """Mean gradient response efficiency of a run relative to that of another."""
+    return (mean(efficiency(run)) or 0.0) / (mean(efficiency(other)) or 1.0)
+
+
 def page() -> str:
     """The page, from the collected runs and the learning-rate sweep."""
     sweep = json.loads((HERE / "sweep.json").read_text())
@@ -86,7 +92,8 @@ def page() -> str:
     ]
     for (name, runs), title in zip(experiments.items(), ("Experiment 1", "Experiment 2"), strict=True):
         lines += ["", f"## {title}", "", *figures(name, runs), "", "| claim | against | here | |", "|---|---|---|---|"]
-        lines += [line for claim in CLAIMS[name] for line in claim(runs)]
+        for claim in CLAIMS[name]:
+            lines += claim(runs)
     lines += ["", "## Learning rates", "", *_sweep_lines({name: sweep[name] for name in PAPER})]
     return "\n".join(lines) + "\n"
 
@@ -105,22 +112,38 @@ def load(folder: Path) -> Runs:
 
 
 def _text(value: Estimate, digits: int = 3) -> str:
+    return f"{value.mean:.{digits}f}{_half_width(value, digits)}"
+
+
+def _half_width(value: Estimate, digits: int) -> str:
+    """Such as ` ± 0.012`, which follows a mean; nothing for a single value."""
     if value.interval is None:
-        return f"{value.mean:.{digits}f}"
-    return f"{value.mean:.{digits}f} ± {(value.interval[1] - value.interval[0]) / 2:.{digits}f}"
+        return ""
+    low, high = value.interval
+    return f" ± {(high - low) / 2:.{digits}f}"
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def figures(experiment: str, runs: Runs) -> list[str]:
     """The paper's table, next to ours."""
     paper = PAPER[experiment]
-    names = [name for name in MEASURES if name in paper or name in ("final reward", "harder level, %")]
-    lines = ["| | " + " | ".join(method.upper() for method in METHODS) + " |", "|---|" + "---:|" * len(METHODS)]
-    for name in names:
+    methods = " | ".join(METHODS).upper()
+    lines = [f"| | {methods} |", "|---|" + "---:|" * len(METHODS)]
+    for name, measure in MEASURES.items():
         if name in paper:
-            lines.append(f"| {name}, paper | " + " | ".join(paper[name][method] for method in METHODS) + " |")
+            printed = [paper[name][method] for method in METHODS]
+            lines.append(_row(f"{name}, paper", printed))
+        elif name not in ("final reward", "harder level, %"):
+            continue
         digits = 1 if name.endswith("%") else 3
-        own = (_text(estimate([MEASURES[name](run) for run in runs[method]]), digits) for method in METHODS)
-        lines.append(f"| {name}, here | " + " | ".join(own) + " |")
+        own = []
+        for method in METHODS:
+            values = [measure(run) for run in runs[method]]
+            own.append(_text(estimate(values), digits))
+        lines.append(_row(f"{name}, here", own))
     return lines
 
 
@@ -148,8 +171,7 @@ def higher(text: str, measure: Measure, *, digits: int = 3, others: tuple[str, .
 
 
 def _signed(value: Estimate, digits: int) -> str:
-    half = "" if value.interval is None else f" ± {(value.interval[1] - value.interval[0]) / 2:.{digits}f}"
-    return f"{value.mean:+.{digits}f}{half}"
+    return f"{value.mean:+.{digits}f}{_half_width(value, digits)}"
 
 
 def not_decaying(runs: Runs) -> list[str]:
@@ -158,7 +180,8 @@ def not_decaying(runs: Runs) -> list[str]:
     for method in METHODS:
         kept = [norm_kept(run) for run in runs[method]]
         sign = 1 if method == "opo" else -1
-        verdict = _verdict(paired_difference([sign * value for value in kept], [sign * 1.0] * len(kept)))
+        unchanged = [1.0 * sign] * len(kept)
+        verdict = _verdict(paired_difference([sign * value for value in kept], unchanged))
         claim = "OPO's gradient norm does not decay" if method == "opo" else "the others' gradient norm decays"
         what = f"last {LAST_STEPS} steps: {_text(estimate(kept), 2)} of the first {LAST_STEPS}"
         rows.append(f"| {claim} | itself ({method.upper()}) | {what} | {verdict} |")
@@ -170,7 +193,7 @@ def five_times(runs: Runs) -> list[str]:
     rows = []
     for other in ("grpo", "dapo"):
         pairs = zip(runs["opo"], runs[other], strict=True)
-        ratio = estimate([(mean(efficiency(own)) or 0.0) / (mean(efficiency(its)) or 1.0) for own, its in pairs])
+        ratio = estimate([efficiency_ratio(*pair) for pair in pairs])
         low, high = ratio.interval or (ratio.mean, ratio.mean)
         verdict = "held" if low > 3 else "**not held**" if high < 3 else "undecided"
         claim = "about five times the gradient response efficiency (three would do)"
@@ -178,24 +201,25 @@ def five_times(runs: Runs) -> list[str]:
     return rows
 
 
-CLAIMS: dict[str, list[Callable[[Runs], list[str]]]] = {
-    "experiment1": [
-        higher("higher final reward", MEASURES["final reward"]),
-        higher("higher mean reward", MEASURES["mean reward"]),
-        higher("behind GRPO in the first 50 steps", early_reward, others=("grpo",), sign=-1),
-        higher("ahead after step 100", lambda run: over_steps(reward(run), 101, 1e9)),
-        not_decaying,
-        five_times,
-        higher("higher entropy", MEASURES["entropy"], digits=4),
-    ],
-    "experiment2": [
-        higher("higher mean reward", MEASURES["mean reward"]),
-        higher("higher final reward", MEASURES["final reward"]),
-        higher("better on the harder level, percentage points", harder_level, digits=1),
-        higher("larger gradient norm", MEASURES["gradient norm"]),
-        higher("higher entropy", MEASURES["entropy"], digits=4),
-    ],
-}
+Claim = Callable[[Runs], list[str]]  # its rows of the table
+
+CLAIMS_1: list[Claim] = [
+    higher("higher final reward", MEASURES["final reward"]),
+    higher("higher mean reward", MEASURES["mean reward"]),
+    higher("behind GRPO in the first 50 steps", early_reward, others=("grpo",), sign=-1),
+    higher("ahead after step 100", lambda run: over_steps(reward(run), 101, 1e9)),
+    not_decaying,
+    five_times,
+    higher("higher entropy", MEASURES["entropy"], digits=4),
+]
+CLAIMS_2: list[Claim] = [
+    higher("higher mean reward", MEASURES["mean reward"]),
+    higher("higher final reward", MEASURES["final reward"]),
+    higher("better on the harder level, percentage points", harder_level, digits=1),
+    higher("larger gradient norm", MEASURES["gradient norm"]),
+    higher("higher entropy", MEASURES["entropy"], digits=4),
+]
+CLAIMS = {"experiment1": CLAIMS_1, "experiment2": CLAIMS_2}
 
 
 def _sweep_lines(sweep: dict) -> list[str]:
@@ -204,12 +228,13 @@ def _sweep_lines(sweep: dict) -> list[str]:
         "For Experiment 1 these runs are half as long.",
     ]
     for experiment, rows in sweep.items():
-        rates = list(next(iter(rows.values())))
-        lines += ["", f"| {experiment} | " + " | ".join(rates) + " |", "|---|" + "---:|" * len(rates)]
+        rates, *_ = map(list, rows.values())
+        lines += ["", _row(experiment, rates), "|---|" + "---:|" * len(rates)]
         for method, values in rows.items():
+            cells = {rate: f"{values[rate]:.3f}" for rate in rates}
             best = max(values, key=lambda rate: values[rate])
-            cells = (f"**{values[rate]:.3f}**" if rate == best else f"{values[rate]:.3f}" for rate in rates)
-            lines.append(f"| {method.upper()} | " + " | ".join(cells) + " |")
+            cells[best] = f"**{cells[best]}**"
+            lines.append(_row(method.upper(), cells.values()))
     return lines
 
 

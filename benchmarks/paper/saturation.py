@@ -86,12 +86,15 @@ class BinaryPolicy(torch.nn.Module):
         """Returns what TRL's fused LM head does, for a prompt and a completion of one token each."""
         chosen = labels[:, 1:]
         logits = torch.stack([torch.zeros_like(self.z), self.z], dim=-1).unsqueeze(1)
-        logps = logits.log_softmax(dim=-1)
+        logps = logits.log_softmax(dim=-1)  # of both tokens
+        log_probs = logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        entropy = -(logps.exp() * logps).sum(dim=-1)
+        is_top1 = logits.argmax(dim=-1) == chosen
         return SimpleNamespace(
-            log_probs=logps.gather(-1, chosen.unsqueeze(-1)).squeeze(-1),
-            entropy=-(logps.exp() * logps).sum(dim=-1),
+            log_probs=log_probs,
+            entropy=entropy,
             mean_logits=logits.mean(dim=-1),
-            is_top1=logits.argmax(dim=-1) == chosen,
+            is_top1=is_top1,
             label_mask=torch.ones_like(chosen, dtype=torch.bool),
         )
 
@@ -147,7 +150,9 @@ def on_policy_gradient(method: str, z: Tensor, *, num_generations: int = 8) -> T
     expected = torch.zeros_like(z)
     for successes in range(1, num_generations):  # a zero-variance group has no gradient
         failures = num_generations - successes
-        probability = math.comb(num_generations, successes) * z.sigmoid() ** successes * (-z).sigmoid() ** failures
+        of_successes = z.sigmoid() ** successes
+        of_failures = (-z).sigmoid() ** failures
+        probability = math.comb(num_generations, successes) * of_successes * of_failures
         rewards = [1.0] * successes + [0.0] * failures
         expected += probability * gradient(method, z, anchor=z, rewards=rewards)
     return expected
@@ -294,8 +299,7 @@ def tables() -> dict[str, str]:
 
 
 def _markdown(rows: dict[str, Tensor]) -> str:
-    lines = ["| p | " + " | ".join(str(p) for p in CONFIDENCES) + " |"]
-    lines.append("| --- |" + " ---: |" * len(CONFIDENCES))
+    lines = [f"| p | {' | '.join(map(str, CONFIDENCES))} |", "| --- |" + " ---: |" * len(CONFIDENCES)]
     for name, values in rows.items():
         cells = ("0" if value == 0 else f"{value:+.3g}".replace("-", "−") for value in values.tolist())
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -74,7 +74,7 @@ TEXT = """\
 # What prefetching saves beside a vLLM server
 
 Seconds of an optimizer step of TRL's GRPOTrainer, of OPOTrainer with the same objective (`grpo`), and of OPOTrainer
-with `prefetch_rollouts: 1`, by `{command}` ({device}, {cores} cores, {date}, commit {commit}; {versions}).
+with `prefetch_rollouts: 1`, by `{command}` ({device}, {cpu_cores} cores, {date}, commit {git_commit}; {versions}).
 A random Qwen3 of two layers and width {width}, in float32; {prompts} prompts × {completions} completions of {tokens}
 tokens a rollout, {steps_per_rollout} optimizer steps a rollout, {rollouts} rollouts, micro-batches of {rows}. One
 server for all, {repeats} runs of each, in turn. How it is measured: [prefetch.py](prefetch.py).
@@ -148,31 +148,31 @@ def make_trainer(name: str, model: str, folder: str, sizes: dict[str, int], port
     """A trainer of `TRAINERS`, which generates with the server at a port."""
     trainer_class, config_class, options = TRAINERS[name]
     micro_batches = sizes["prompts"] * sizes["completions"] // sizes["rows"]
-    args = config_class(
-        output_dir=folder,
-        per_device_train_batch_size=sizes["rows"],
-        gradient_accumulation_steps=micro_batches // STEPS_PER_ROLLOUT,
-        steps_per_generation=micro_batches,
-        num_generations=sizes["completions"],
-        max_completion_length=sizes["tokens"],
-        max_steps=sizes["rollouts"] * STEPS_PER_ROLLOUT,
-        learning_rate=1e-4,
-        use_vllm=True,
-        vllm_mode="server",
-        vllm_server_base_url=f"http://127.0.0.1:{port}",
-        vllm_group_port=free_port(),
-        generation_kwargs={"ignore_eos": True},
-        bf16=False,
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **options,
-    )
-    prompts = [f"{number} + {number + 1} = " for number in range(10, 10 + 4 * sizes["prompts"])]
-    dataset = Dataset.from_dict({"prompt": prompts})
+    fields = {
+        "output_dir": folder,
+        "per_device_train_batch_size": sizes["rows"],
+        "gradient_accumulation_steps": micro_batches // STEPS_PER_ROLLOUT,
+        "steps_per_generation": micro_batches,
+        "num_generations": sizes["completions"],
+        "max_completion_length": sizes["tokens"],
+        "max_steps": sizes["rollouts"] * STEPS_PER_ROLLOUT,
+        "learning_rate": 1e-4,
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "vllm_server_base_url": f"http://127.0.0.1:{port}",
+        "vllm_group_port": free_port(),
+        "generation_kwargs": {"ignore_eos": True},
+        "bf16": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    args = config_class(**fields, **options)
+    summands = range(10, 10 + 4 * sizes["prompts"])
+    dataset = Dataset.from_dict({"prompt": [f"{number} + {number + 1} = " for number in summands]})
     return trainer_class(model=model, reward_funcs=even_tokens, args=args, train_dataset=dataset)
 
 
@@ -258,28 +258,26 @@ def page(results: dict[str, Any]) -> str:
     trainer = median_of(runs["OPOTrainer"], "of the trainer's processor")
     server = median_of(runs["OPOTrainer"], "of the server's processors")
     first, *others = PARTS.values()
-    return TEXT.format(
-        command=results["command"],
-        device=results["device"],
-        cores=results["cpu_cores"],
-        date=results["date"],
-        commit=results["git_commit"],
-        versions=", ".join(f"{package} {version}" for package, version in versions.items()),
-        repeats=len(reference),
-        steps_per_rollout=STEPS_PER_ROLLOUT,
+    bound = max(trainer, server)
+    figures = {
+        **results,
         **sizes,
-        steps=table(["trainer", first, "ratio", *others], rows),
-        phases=table(["trainer", *PHASES], phases),
-        spread=max(spreads),
-        waits_alone=median_of(runs["OPOTrainer"], "phase generate"),
-        waits=median_of(runs["OPOTrainer, prefetching"], "phase generate"),
-        trainer=trainer,
-        server=server,
-        sum=trainer + server,
-        bound=max(trainer, server),
-        bound_ratio=max(trainer, server) / (trainer + server),
-        load=f"{min(loads):.0f} to {max(loads):.0f}",
-    )
+        "versions": ", ".join(f"{package} {version}" for package, version in versions.items()),
+        "repeats": len(reference),
+        "steps_per_rollout": STEPS_PER_ROLLOUT,
+        "steps": table(["trainer", first, "ratio", *others], rows),
+        "phases": table(["trainer", *PHASES], phases),
+        "spread": max(spreads),
+        "waits_alone": median_of(runs["OPOTrainer"], "phase generate"),
+        "waits": median_of(runs["OPOTrainer, prefetching"], "phase generate"),
+        "trainer": trainer,
+        "server": server,
+        "sum": trainer + server,
+        "bound": bound,
+        "bound_ratio": bound / (trainer + server),
+        "load": f"{min(loads):.0f} to {max(loads):.0f}",
+    }
+    return TEXT.format_map(figures)
 
 
 def main() -> None:

@@ -82,27 +82,40 @@ def draw_rollout(
     """
     rng = random.Random(0)
     eos = tokenizer().eos_token_id
-    percentiles = {
-        name: [max(length // shorter, 2) for length in values[:100]]
-        for name, values in json.loads(MATH_LENGTHS.read_text())["percentiles"].items()
-    }
-    longest = percentiles["solution"][-1]
-    distributions = {"math": percentiles["solution"], "uniform": range(2, longest + 1), "equal": [longest]}
+    of_solutions = math_lengths("solution", shorter)
+    longest = of_solutions[-1]
+    distributions = {"math": of_solutions, "uniform": range(2, longest + 1), "equal": [longest]}
 
-    def spread(values: Sequence[int], n: int) -> list[int]:
-        evenly = [values[int((i + 0.5) / n * len(values))] for i in range(n)]
-        return rng.sample(evenly, n)
+    def shuffled(values: Sequence[int], n: int) -> list[int]:
+        return rng.sample(quantiles(values, n), n)
 
     def tokens(n: int) -> list[int]:
         return [rng.randrange(eos + 1, vocab_size) for _ in range(n)]
 
-    prompts = [tokens(length) for length in spread(percentiles["problem"], groups)]
+    prompts = [tokens(length) for length in shuffled(math_lengths("problem", shorter), groups)]
+    n_dead = generations * round(dead * groups)  # completions, which come first
     completions = []
-    for row, length in enumerate(spread(distributions[lengths], groups * generations)):
-        alive = row // generations >= round(dead * groups)
-        first = 2 * rng.randrange(eos // 2 + 1, vocab_size // 2) + row % 2 * alive
+    for row, length in enumerate(shuffled(distributions[lengths], groups * generations)):
+        first = 2 * rng.randrange(eos // 2 + 1, vocab_size // 2)
+        if row >= n_dead:
+            first += row % 2
         completions.append([first, *tokens(length - 2), eos])
     return Rollout([ids for ids in prompts for _ in range(generations)], completions, generations)
+
+
+def math_lengths(of: Literal["problem", "solution"], shorter: int) -> list[int]:
+    """Percentiles 0 to 99 of the tokens of MATH's problems or solutions, divided by `shorter`; at least 2."""
+    percentiles = json.loads(MATH_LENGTHS.read_text())["percentiles"][of]
+    return [max(length // shorter, 2) for length in percentiles[:100]]
+
+
+def quantiles(values: Sequence[int], n: int) -> list[int]:
+    """`n` of some sorted values, evenly spaced."""
+    chosen = []
+    for number in range(n):
+        share = (number + 0.5) / n
+        chosen.append(values[int(share * len(values))])
+    return chosen
 
 
 def parity(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -126,9 +139,8 @@ class ReplayingGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list) -> tuple:
         start = self.accelerator.process_index * len(prompts)
-        prompt_ids, completion_ids = (
-            rows[start : start + len(prompts)] for rows in (self.rollout.prompts, self.rollout.completions)
-        )
+        own = slice(start, start + len(prompts))
+        prompt_ids, completion_ids = self.rollout.prompts[own], self.rollout.completions[own]
         return prompt_ids, completion_ids, None, [""] * len(prompts), None, {}, None, []
 
 
@@ -175,17 +187,17 @@ def make_trainer(
     """
     on_gpu = torch.cuda.is_available()
     trainer_class, config_class = TRAINERS[method]
-    micro_batches = len(rollout.completions) // (rows * processes)
-    if micro_batches * rows * processes != len(rollout.completions) or micro_batches % steps:
+    n_completions = len(rollout.completions)
+    micro_batches, surplus = divmod(n_completions, rows * processes)
+    if surplus or micro_batches % steps:
         raise ValueError(
-            f"rows={rows} does not cut {len(rollout.completions)} completions on {processes} processes into {steps} "
-            f"equal optimizer steps. Choose a divisor of {len(rollout.completions) / (processes * steps):g}."
+            f"rows={rows} does not cut {n_completions} completions on {processes} processes into {steps} "
+            f"equal optimizer steps. Choose a divisor of {n_completions / (processes * steps):g}."
         )
     torch.manual_seed(0)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     with torch.device("cuda" if on_gpu else "cpu"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**shape), dtype=torch.bfloat16 if on_gpu else torch.float32
-        )
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         fields = {
             "output_dir": folder,
@@ -208,11 +220,12 @@ def make_trainer(
             "disable_tqdm": True,
         }
         args = config_class(**fields | options)
+    prompts = list(map(str, range(n_completions)))  # of which nothing is generated
     trainer = trainer_class(
         model=model,
         reward_funcs=parity,
         args=args,
-        train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(len(rollout.completions))]}),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer(),
     )
     trainer.rollout = rollout
@@ -249,14 +262,18 @@ def phase(trainer: Any) -> float:
     """Train on the rollout once; returns the seconds."""
     with contextlib.redirect_stdout(io.StringIO()):  # the training plan
         trainer.train()
-    return next(c for c in trainer.callback_handler.callbacks if isinstance(c, Stopwatch)).seconds
+    stopwatch = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Stopwatch))
+    return stopwatch.seconds
 
 
 def take_turns(trainers: Mapping[str, Any], repeats: int) -> dict[str, list[float]]:
     """Seconds of each trainer's phases, alternating, so that a machine that slows down slows all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for repeat in range(repeats):
-        for name in list(trainers)[:: -1 if repeat % 2 else 1]:
+        names = list(trainers)
+        if repeat % 2:
+            names.reverse()
+        for name in names:
             seconds[name].append(phase(trainers[name]))
     return seconds
 

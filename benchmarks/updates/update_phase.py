@@ -81,11 +81,9 @@ class Case:
 STEPS, DEAD = (1, 2, 4), (0.0, 0.2, 0.4, 0.6)
 LENGTHS: tuple[Lengths, ...] = ("math", "uniform", "equal")
 QUICK = Case(dead=0.4)
-CASES = (
-    *(Case(dead=dead, steps=steps) for steps in STEPS for dead in DEAD),
-    *(Case(lengths, dead) for lengths in LENGTHS[1:] for dead in (0.0, 0.4)),
-    *(Case(dead=dead, width=256) for dead in (0.0, 0.4)),
-)
+CASES = [Case(dead=dead, steps=steps) for steps in STEPS for dead in DEAD]
+CASES += [Case(lengths, dead) for lengths in LENGTHS[1:] for dead in (0.0, 0.4)]
+CASES += [Case(dead=dead, width=256) for dead in (0.0, 0.4)]
 
 # Targets: fraction of zero-variance groups → largest ratio of the update phase to GRPOTrainer's.
 TARGETS = {0.0: 1 / 2, 0.4: 1 / 3}
@@ -148,8 +146,9 @@ def failures(committed: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     """Ratios that exceed the committed ones by more than their tolerance."""
     found = []
     for case, variant in itertools.product(measured, VARIANTS):
+        before, after = committed["cases"][case][variant], measured[case][variant]
         for name, tolerance in committed["tolerances"].items():
-            was, now = (median(cases[case][variant][name]) for cases in (committed["cases"], measured))
+            was, now = median(before[name]), median(after[name])
             if now > was * (1 + tolerance):
                 found.append(f"{case}: {variant}: {name} {now:.3f}, committed {was:.3f} + {tolerance:.0%}")
     return found
@@ -183,22 +182,17 @@ def page(results: dict[str, Any]) -> str:
         ("Work relative to GRPOTrainer: padded tokens, those with gradient counted three times", "work"),
         ("Peak memory besides weights and moments, relative to GRPOTrainer", "memory"),
     ):
-        rows = [[*case.split(" | "), *(cell(own[v][name]) for v in VARIANTS)] for case, own in cases.items()]
+        rows = []
+        for case, own in cases.items():
+            ratios = [cell(own[variant][name]) for variant in VARIANTS]
+            rows.append([*case.split(" | "), *ratios])
         lines += ["", f"## {title}", "", table([*head, *VARIANTS], rows)]
-    lines += [
-        "",
-        "## Thousands of tokens with padding (without): forward only; with gradient",
-        "",
-        table(
-            [*head, "GRPOTrainer", *VARIANTS],
-            [
-                [*case.split(" | "), *(tokens_cell(one["tokens"]) for one in own.values())]
-                for case, own in cases.items()
-            ],
-        ),
-        "",
-        "![Ratios to GRPOTrainer](update_phase.png)",
-    ]
+    rows = []
+    for case, own in cases.items():
+        tokens = [tokens_cell(of_trainer["tokens"]) for of_trainer in own.values()]
+        rows.append([*case.split(" | "), *tokens])
+    lines += ["", "## Thousands of tokens with padding (without): forward only; with gradient", ""]
+    lines += [table([*head, "GRPOTrainer", *VARIANTS], rows), "", "![Ratios to GRPOTrainer](update_phase.png)"]
     return "\n".join(lines) + "\n"
 
 
@@ -229,19 +223,23 @@ def draw(cases: dict[str, Any], path: Path) -> None:
     plt.switch_backend("Agg")
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.9), layout="constrained")
     for steps, color in zip(STEPS, ("#009e73", "#d55e00", "#0072b2"), strict=True):
-        times = [cases[str(Case(dead=dead, steps=steps))][DEFAULT]["time"] for dead in DEAD]
+        measured = [cases[str(Case(dead=dead, steps=steps))] for dead in DEAD]
+        times = [of_trainers[DEFAULT]["time"] for of_trainers in measured]
         middle = [time["median"] for time in times]
-        bars = [[abs(time[end] - time["median"]) for time in times] for end in ("low", "high")]
+        below = [time["median"] - time["low"] for time in times]
+        above = [time["high"] - time["median"] for time in times]
         label = f"{steps} optimizer step{'s' * (steps > 1)}"
-        axes[0].errorbar(DEAD, middle, bars, marker="o", markersize=4, capsize=3, color=color, label=label)
-    axes[0].plot(*zip(*TARGETS.items(), strict=True), "k_", markersize=22, label="target (maximum)")
+        axes[0].errorbar(DEAD, middle, [below, above], marker="o", markersize=4, capsize=3, color=color, label=label)
+    axes[0].plot(list(TARGETS), list(TARGETS.values()), "k_", markersize=22, label="target (maximum)")
     axes[0].set(xlabel="fraction of zero-variance groups", ylabel="time ÷ GRPOTrainer's", ylim=(0, 1), xticks=DEAD)
     axes[0].set_title("OPOTrainer with its defaults, lengths of MATH", fontsize=10)
     axes[0].legend(frameon=False, fontsize=8)
+    by_lengths = [cases[str(Case(lengths, 0.4))] for lengths in LENGTHS]
     for axis, name in zip(axes[1:], ("time", "memory"), strict=True):
         for i, variant in enumerate(VARIANTS):
-            heights = [median(cases[str(Case(lengths, 0.4))][variant][name]) for lengths in LENGTHS]
-            axis.bar([place + 0.2 * (i - 1.5) for place in range(len(LENGTHS))], heights, 0.18, label=variant)
+            heights = [median(of_trainers[variant][name]) for of_trainers in by_lengths]
+            shift = 0.2 * (i - 1.5)  # of the variant's bars from the middle of a group
+            axis.bar([place + shift for place in range(len(LENGTHS))], heights, 0.18, label=variant)
         axis.axhline(1, color="#8a8a8a", linewidth=0.8)
         axis.set_xticks(range(len(LENGTHS)), LENGTHS)
         axis.set(xlabel="lengths of completions", ylabel=f"{name} ÷ GRPOTrainer's", ylim=(0, 1.5))
@@ -264,8 +262,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.write:
         cases = {}
         for case in [QUICK] if args.quick else CASES:
-            cases[str(case)] = measure(case, QUICK_REPEATS if args.quick else REPEATS)
-            print(case, {name: cell(cases[str(case)][name]["time"]) for name in VARIANTS}, flush=True)
+            measured = measure(case, QUICK_REPEATS if args.quick else REPEATS)
+            cases[str(case)] = measured
+            print(case, {name: cell(measured[name]["time"]) for name in VARIANTS}, flush=True)
         if args.check:
             found = failures(json.loads(RESULTS.read_text()), cases)
             print("\n".join(found) or "no ratio is above its tolerance")

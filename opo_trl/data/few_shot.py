@@ -77,7 +77,8 @@ def make_problems(
     Make the problems of a split, the same on every call and machine, as [`arithmetic.make_problems`].
 
     Per level there are 400 in `"train"`, 150 in `"validation"`, to tune on, and 150 in `"test"`, or other `sizes`. No
-    two have the same numbers, in whatever order, and none has those of a worked line.
+    two have the same numbers, in whatever order, and none has those of a worked line. `ValueError` for another split
+    or level.
     """
     rows = []
     for level in LEVELS if levels is None else levels:

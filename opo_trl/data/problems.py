@@ -61,13 +61,16 @@ def load_problems(
         columns (`dict[str, str]`, *optional*):
             Maps `problem`, `solution` or `level` to columns of the dataset, such as `{"problem": "question"}`; see
             [`take`]. What was taken is logged if a name differs.
+        settings (`dict[str, Any]`, *optional*):
+            Settings of a task of reasoning-gym, such as `{"size": 2000, "seed": 7}`; an error with other datasets.
 
     Returns:
         `Dataset`: Rows with the columns `problem`, `solution` and, if the dataset has it, `level`. Rows of
         reasoning-gym also have what its scorer reads.
 
     Raises:
-        `ValueError`: a file cannot be read, a column is missing, a level is unknown, or no row is left.
+        `ValueError`: a file cannot be read, a column is missing, a level is unknown, no row is left, or `settings`
+            have no effect.
     """
     rows = draw_or_load(dataset_name, dataset_config, split, levels, settings)
     problems, sources = take(rows, columns or {}, "problem")

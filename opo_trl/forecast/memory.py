@@ -126,9 +126,8 @@ def memory_plan(run: Run) -> dict[str, dict[str, float]]:
     plan: dict[str, dict[str, float]] = {"generation": held | awake, "optimizer step": held | step | asleep}
     if shape is not None:
         if run.sharding == "zero3":
-            update["gathered weights"] = (
-                min(1, run.live / run.parameters) * run.total
-            )  # at most `live` elements at once
+            # At most `live` elements at once
+            update["gathered weights"] = min(1, run.live / run.parameters) * run.total
         elif run.sharding == "fsdp2":
             embeddings = (2 - shape.tied) * shape.embedding  # tied, embedding and LM head are one matrix
             update["gathered weights"] = c * (embeddings + 3 * shape.layer_weights)

@@ -202,58 +202,75 @@ def memory_plan(trainer: Any, place: Place | None = None) -> dict[str, dict[str,
     args, model = trainer.args, trainer.model
     place = place or place_of(trainer)
     prompt, completion = _longest_tokens(trainer)
-    n_all, all_bytes = _sum_of_pairs(_size(p, place) for p in model.parameters())
-    n_trained, trained_bytes = _sum_of_pairs(_size(p, place) for p in model.parameters() if p.requires_grad)
+    n_all, all_bytes = _size(model.parameters(), place)
+    n_trained, trained_bytes = _size((p for p in model.parameters() if p.requires_grad), place)
     trained_width = trained_bytes / n_trained
     if place.has_zero or place.trains_in_float32:  # the library casts the weights
         width = 2 if place.autocast else 4
     else:
         width = model.get_input_embeddings().weight.element_size()
-    bucket = place.zero.get("reduce_bucket_size", 5e8)
-    if bucket == "auto":  # Transformers fills in the square of the model's width.
-        bucket = model.config.get_text_config().hidden_size ** 2
-    vllm = 0.0  # bytes that a vLLM in this process holds
-    if trainer.use_vllm and trainer.vllm_mode == "colocate":
-        vllm = args.vllm_gpu_memory_utilization * (place.device_bytes or 0)
-    generated_rows = 0
-    if not args.use_vllm and args.rollouts is None:  # Transformers generates all of a process's at once.
-        generated_rows = args.per_device_train_batch_size * args.steps_per_generation
-    return memory.memory_plan(
-        memory.Run(
-            memory.decoder(model.config),
-            parameters=n_all,
-            trained=n_trained,
-            total=all_bytes,
-            weights=width,
-            compute=2 if place.autocast else width,
-            trained_width=trained_width,
-            sharding=place.sharding,
-            processes=args.world_size,
-            moments=_moments(args.optim, 4 if place.has_zero else trained_width),
-            bucket=float(bucket),
-            live=float(place.zero.get("stage3_max_live_parameters", 1e9)),
-            rows=most_rows(args, prompt + completion),
-            prompt=prompt,
-            completion=completion,
-            checkpointing=args.gradient_checkpointing,
-            fused_kernels=place.on_gpu,
-            reference=trainer.ref_model is not None,
-            vllm=vllm,
-            vllm_sleeps=args.vllm_enable_sleep_mode,
-            generated_rows=generated_rows,
-        )
+    moment_width = 4 if place.has_zero else trained_width
+    compute_width = 2 if place.autocast else width
+    n_rows = most_rows(args, prompt + completion)
+    run = memory.Run(
+        memory.decoder(model.config),
+        parameters=n_all,
+        trained=n_trained,
+        total=all_bytes,
+        weights=width,
+        compute=compute_width,
+        trained_width=trained_width,
+        sharding=place.sharding,
+        processes=args.world_size,
+        moments=_moments(args.optim, moment_width),
+        bucket=_bucket(model, place),
+        live=place.zero.get("stage3_max_live_parameters", 1e9),
+        rows=n_rows,
+        prompt=prompt,
+        completion=completion,
+        checkpointing=args.gradient_checkpointing,
+        fused_kernels=place.on_gpu,
+        reference=trainer.ref_model is not None,
+        vllm=_bytes_of_vllm(trainer, place),
+        vllm_sleeps=args.vllm_enable_sleep_mode,
+        generated_rows=_generated_rows(args),
     )
+    return memory.memory_plan(run)
 
 
-def _size(parameter: Any, place: Place) -> tuple[int, float]:
-    """Elements of a parameter, and its bytes in training. Under ZeRO-3 it is empty, but knows its full size."""
-    n_elements = getattr(parameter, "ds_numel", parameter.numel())
-    width = parameter.element_size()
-    if place.has_zero and parameter.is_floating_point():  # DeepSpeed casts the model
-        width = 2 if place.autocast else 4
-    elif place.trains_in_float32 and parameter.requires_grad:
-        width = 4
-    return n_elements, n_elements * width
+def _bucket(model: Any, place: Place) -> float:
+    """Elements of DeepSpeed's buffer for gradients; `"auto"` is filled in by Transformers."""
+    elements = place.zero.get("reduce_bucket_size", 5e8)
+    if elements == "auto":
+        elements = model.config.get_text_config().hidden_size ** 2
+    return elements
+
+
+def _bytes_of_vllm(trainer: Any, place: Place) -> float:
+    """Bytes that vLLM holds, if it shares the device of this process."""
+    is_colocated = trainer.use_vllm and trainer.vllm_mode == "colocate"
+    return trainer.args.vllm_gpu_memory_utilization * (place.device_bytes or 0) if is_colocated else 0.0
+
+
+def _generated_rows(args: Any) -> int:
+    """Completions that Transformers generates at once in a process: all of its rollout, unless others make them."""
+    is_by_others = args.use_vllm or args.rollouts is not None
+    return 0 if is_by_others else args.per_device_train_batch_size * args.steps_per_generation
+
+
+def _size(parameters: Iterable[Any], place: Place) -> tuple[int, int]:
+    """Elements of parameters, and their bytes in training. Under ZeRO-3 each is empty, but knows its full size."""
+    n_all = n_bytes = 0
+    for parameter in parameters:
+        n_elements = getattr(parameter, "ds_numel", parameter.numel())
+        width = parameter.element_size()
+        if place.has_zero and parameter.is_floating_point():  # DeepSpeed casts the model
+            width = 2 if place.autocast else 4
+        elif place.trains_in_float32 and parameter.requires_grad:
+            width = 4
+        n_all += n_elements
+        n_bytes += n_elements * width
+    return n_all, n_bytes
 
 
 def _moments(optim: str, width: float) -> float:
@@ -261,12 +278,6 @@ def _moments(optim: str, width: float) -> float:
     if optim == "sgd":
         return 0.0
     return 2.0 if "8bit" in optim else 2 * width
-
-
-def _sum_of_pairs(pairs: Iterable[tuple[int, float]]) -> tuple[int, float]:
-    """The sum of the first elements of pairs, and that of the second ones."""
-    firsts, seconds = zip(*pairs, strict=True)
-    return sum(firsts), sum(seconds)
 
 
 def _sharding(trainer: Any) -> str:
@@ -335,7 +346,8 @@ def _longest_prompt(trainer: Any, data: Dataset) -> int:
     """
     template = {"tools": trainer.tools or None, "chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
     if PROMPT_IDS in data.column_names:
-        return max(map(len, data.select_columns(PROMPT_IDS)[:10_000][PROMPT_IDS]))
+        first_rows = data.select_columns(PROMPT_IDS)[:10_000]
+        return max(map(len, first_rows[PROMPT_IDS]))
     prompts = data.select_columns("prompt")[:10_000]["prompt"]
     longest = max(prompts, key=lambda prompt: len(str(prompt)))
     has_images = isinstance(trainer.processing_class, ProcessorMixin)

@@ -411,7 +411,8 @@ class FirstStep:
         before_each_token = logits[:, -length - 1 : -1].float()
         of_vocabulary = (before_each_token / trainer.temperature).log_softmax(dim=-1)
         expected = of_vocabulary.gather(2, completion[None, :, None]).squeeze(2)
-        distance = (logps[:, :length].float() - expected).abs().max().item()
+        distances = (logps[:, :length].float() - expected).abs()
+        distance = distances.max().item()
         is_close = distance <= self._allowed_distance(n_tokens=length)  # NaN is not
         if not is_close:
             yield f"that of a token is {distance:.3g} nats away from the one by "
@@ -443,7 +444,8 @@ class FirstStep:
         # The largest of n draws from a normal distribution is below √(2 log n) + 2 standard deviations but for one
         # time in a hundred. Here 1 in place of 2 does, as `rounding` is a bound on that deviation.
         rounding = padding.rounding_of_logps(self.trainer)
-        return max(rounding * (1 + math.sqrt(2 * math.log(n_tokens))), 0.01)
+        n_deviations = 1 + math.sqrt(2 * math.log(n_tokens))
+        return max(rounding * n_deviations, 0.01)
 
     def check_step(self, n_calls: int) -> None:
         """Check the backward passes of an optimizer step, which was made by `n_calls` calls of `training_step`."""

@@ -50,12 +50,16 @@ def _score_or_lowest(entry: Mapping[str, Any]) -> float:
 def _example(entry: Mapping[str, Any]) -> Example:
     """A completion of a run as the report shows it: step, reward, and the beginning of its texts."""
     score = _score_or_lowest(entry)
-    return Example(
-        step=entry["step"],
-        reward=f"{score:g}" if math.isfinite(score) else "no score",
-        prompt=_shortened(_text(entry["prompt"])),
-        completion=_shortened(_text(entry["completion"])),
-    )
+    reward = f"{score:g}" if math.isfinite(score) else "no score"
+    return Example(entry["step"], reward, _beginning(entry["prompt"]), _beginning(entry["completion"]))
+
+
+def _beginning(content: Any) -> str:
+    """The first 600 characters of a prompt or completion, without secrets, and how many more it has."""
+    text = _text(content)
+    n_more = len(text) - LONGEST
+    masked = mask_text(text[:LONGEST])
+    return f"{masked} … ({n_more:,} characters more)" if n_more > 0 else masked
 
 
 def _text(content: Any) -> str:
@@ -63,10 +67,3 @@ def _text(content: Any) -> str:
     if not isinstance(content, list):
         return str(content)
     return "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in content)
-
-
-def _shortened(text: str) -> str:
-    """The first 600 characters of a text, without secrets, and how many more it has."""
-    n_more = len(text) - LONGEST
-    masked = mask_text(text[:LONGEST])
-    return f"{masked} … ({n_more:,} characters more)" if n_more > 0 else masked

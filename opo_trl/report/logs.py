@@ -58,10 +58,8 @@ _TRL_NAMES = {
 _METRICS_OF_DIAGNOSTICS = [diagnostic.metrics.split() for diagnostic in diagnostics({})]  # metrics of each diagnostic
 # Other trainers than those of GRPO log a gradient norm and an entropy, too.
 _METRICS_OF_GRPO = set(chain(*_METRICS_OF_DIAGNOSTICS)) - {"grad_norm", "entropy"}
-_METRICS_OF_STEPS = {
-    "learning_rate",
-    "grad_norm",
-}  # Transformers logs these for every optimizer step, and for nothing else.
+# Transformers logs these for every optimizer step, and for nothing else.
+_METRICS_OF_STEPS = {"learning_rate", "grad_norm"}
 _METRICS_OF_TRAINING = _METRICS_OF_GRPO | _METRICS_OF_STEPS | {"entropy", "step_time", "validation/accuracy"}
 # TRL logs these with every reward: without one beside them, the reward was not a number.
 _METRICS_BESIDE_REWARD = {"reward_std", "frac_reward_zero_std", "completion_length", "completions/mean_length"}

@@ -129,8 +129,8 @@ def to_pivots(
         out.
 
     Raises:
-        `ValueError`: the log cannot be read, the tokenizer does not say how its model writes calls, or no state, or no
-            trajectory to hold out, is left.
+        `ValueError`: `test_fraction` is out of its range, the log cannot be read, it has no rewards for `min_reward`,
+            the tokenizer does not say how its model writes calls, or no state, or no trajectory to train on, is left.
     """
     if not 0 <= test_fraction < 1:
         raise ValueError(f"test_fraction={test_fraction!r} must be a share from 0 to less than 1.")
@@ -312,7 +312,9 @@ def _splits(rows: Rows, beginnings: Sequence[str], test_fraction: float, seed: i
     drawn with the `seed`, so that no task is in both; at least one is held out.
     """
     names = list(dict.fromkeys(beginnings))
-    n_held_out = max(round(test_fraction * len(names)), 1) if test_fraction else 0
+    n_held_out = round(test_fraction * len(names))
+    if test_fraction:
+        n_held_out = max(n_held_out, 1)
     if n_held_out >= len(names):
         raise ValueError(
             f"test_fraction={test_fraction:g} of {len(names)} different beginnings of trajectories leaves none to "

@@ -69,6 +69,10 @@ def accuracy_reward(completions: Sequence[Completion], solution: Sequence[Any], 
         solution (`list[str]`):
             For each completion, the gold answer or a solution with it in its last box. A number counts as text.
 
+    Returns:
+        `list[float | None]`: for each completion 1.0 if it is right, 0.0 if it is wrong, and `None` if its gold answer
+        cannot be compared.
+
     Example:
 
     ```python

@@ -79,15 +79,15 @@ class TestProblems:
         assert max(n_operators[:10]) < max(n_operators[10:])
 
     @pytest.mark.parametrize(
-        ("levels", "settings", "said"),
+        ("levels", "settings", "problem"),
         [
             (["9"], {}, "countdown has the levels 0 to 4"),
             (None, {"numbers": 3}, "unexpected keyword argument 'numbers'"),
             (["0"], {"min_numbers": 5}, "the levels of countdown determine min_numbers"),
         ],
     )
-    def test_mistakes_are_named(self, levels, settings, said):
-        with pytest.raises(ValueError, match=rf"dataset_name='reasoning_gym/countdown' .*{said}"):
+    def test_wrong_levels_and_settings_are_named(self, levels, settings, problem):
+        with pytest.raises(ValueError, match=rf"dataset_name='reasoning_gym/countdown' .*{problem}"):
             draw("countdown", levels=levels, **settings)
 
     def test_prompts_keep_what_the_scorer_reads(self):

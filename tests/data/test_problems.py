@@ -238,7 +238,7 @@ class TestNames:
         assert len(problems) == 10
         assert calls == [(("some/name", "algebra"), {"split": "test"})]
 
-    def test_embedded_problems(self):
+    def test_embedded_problems_have_levels_and_no_settings(self):
         problems = load_problems("arithmetic", split="test", levels=["Level 2"], fraction=0.1)
         assert Counter(problems["level"]) == {"Level 2": 100}
         with pytest.raises(ValueError, match=r"dataset_settings=.* has no effect"):

@@ -138,9 +138,9 @@ def test_run_with_replay_goes_on_with_other_processes(whole, rollouts, tiny_mode
     assert len(state["replay"]["rollouts"]) == 3
     assert state["micro_batches"]
     start(on(after, rollouts, tiny_model, config=config), tiny_model, killed)
-    said = (killed / "process_0.log").read_text()
+    output = (killed / "process_0.log").read_text()
     cuts = f"processes {before} → {after}, gradient_accumulation_steps {4 // before} → {4 // after}"
-    assert f"Resuming with {cuts}" in said
+    assert f"Resuming with {cuts}" in output
     assert len({path.read_text() for path in killed.glob("seed_*")}) == after
     assert_same(killed, whole, tiny_model)
 
@@ -179,5 +179,5 @@ def test_shards_that_cannot_be_divided_are_rejected(rollouts, tiny_model, tmp_pa
     form = on(4, rollouts, tiny_model, **options)
     status = launch(train, form, tiny_model, str(tmp_path), None, config=form.config, processes=4, folder=tmp_path)
     assert any(status)
-    said = "checkpoint-1' holds shards of 2 processes, but this run has 4. Set `num_processes` to 2."
-    assert said in logs(tmp_path)
+    message = "checkpoint-1' holds shards of 2 processes, but this run has 4. Set `num_processes` to 2."
+    assert message in logs(tmp_path)

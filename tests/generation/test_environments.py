@@ -169,9 +169,9 @@ def test_environment_alone_gives_the_reward_and_accuracies_count_it(player, tmp_
     assert trainer.reward_func_names == ["Guessing"]
     held_out = GAMES.select(range(24))
     result = evaluate(trainer, held_out)
-    found = ["right" in [message["content"] for message in sample["completion"]] for sample in result.samples]
-    assert [sample["reward"] for sample in result.samples] == [float(right) for right in found]
-    assert 0 < result.correct == sum(found) < 24
+    are_won = ["right" in [message["content"] for message in sample["completion"]] for sample in result.samples]
+    assert [sample["reward"] for sample in result.samples] == [float(is_won) for is_won in are_won]
+    assert 0 < result.correct == sum(are_won) < 24
     # With a function in `reward_funcs`, that one decides, and the environment's is added to it in training.
     other = playing(player, tmp_path, train=False, reward_funcs=[lambda completions, **_: [1.0] * len(completions)])
     assert evaluate(other, held_out).correct == 24

@@ -200,7 +200,7 @@ def scripts_grpo(config_class, trainer_class, out: Run, model: str, data: Path, 
     return trainers[0]
 
 
-def test_scripts_grpo(tiny_model, tmp_path, monkeypatch):
+def test_script_of_trl_grpo_trains_with_both_trainers(tiny_model, tmp_path, monkeypatch):
     """The script that `trl grpo` runs, in which only the two names are other classes."""
     problems = tmp_path / "problems"
     problems.mkdir()

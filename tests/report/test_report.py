@@ -190,8 +190,8 @@ def test_figures_of_a_healthy_run_are_said_in_plain_words():
     log = scripted(opo__conservation_residual=off_policy(0))
     verdicts = {verdict.metric: verdict for verdict in judge(log, SETTINGS)}
     kept = verdicts["opo/conservation_residual"]
-    said = "Completions had 100% of the probability that they were sampled with, in off-policy steps."
-    assert (kept.sentence, kept.range) == (said, "at least 0.5 of it in the median")
+    sentence = "Completions had 100% of the probability that they were sampled with, in off-policy steps."
+    assert (kept.sentence, kept.range) == (sentence, "at least 0.5 of it in the median")
     assert verdicts["reward"].range == "a rise of at least its ±"
 
 

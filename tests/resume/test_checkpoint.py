@@ -181,8 +181,8 @@ def test_prompts_may_change_only_at_the_end_of_a_rollout(copy: Path, tiny_model:
     """As many others: their places are those of the former ones."""
     others = on_data(Dataset.from_dict({"prompt": [f"{prompt} " for prompt in PROMPTS]}))
     trainer = make_trainer(tiny_model, copy, **{**REUSE, "save_strategy": "no"}, **others)
-    said = r"in the middle of a rollout, and goes on with train_dataset\.checksum=.* Use the same data, or resume"
-    with pytest.raises(ValueError, match=said):
+    message = r"in the middle of a rollout, and goes on with train_dataset\.checksum=.* Use the same data, or resume"
+    with pytest.raises(ValueError, match=message):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-1"))
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=str(copy / "checkpoint-2"))
@@ -249,8 +249,8 @@ def test_an_optimizer_of_the_same_class_goes_on(tiny_model: str, tmp_path: Path)
         resume_from_checkpoint=str(tmp_path / "checkpoint-1")
     )
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    given = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
-    other = make_trainer(model, tmp_path, optim="adamw_torch", trainer_arguments=given, **options)
+    with_sgd = {"optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+    other = make_trainer(model, tmp_path, optim="adamw_torch", trainer_arguments=with_sgd, **options)
     with pytest.raises(ValueError, match=r"optimizer='torch\.optim\.adamw\.AdamW', but .*='torch\.optim\.sgd\.SGD'"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
@@ -333,8 +333,8 @@ def test_micro_batches_may_change_inside_a_rollout(copy: Path, tiny_model: str):
     assert relative_error(snapshot(smaller.model), snapshot(same.model)) < 1e-6
     with pytest.raises(ValueError, match=r"goes on with gradient_accumulation_steps=4, steps_per_generation=4, but"):
         run(per_device_train_batch_size=2)
-    said = r"=3 on 1 processes does not divide the checkpoint's 8 completions .* 8 per rollout. .*product divides 8"
-    with pytest.raises(ValueError, match=said):
+    message = r"=3 on 1 processes does not divide the checkpoint's 8 completions .* 8 per rollout. .*product divides 8"
+    with pytest.raises(ValueError, match=message):
         run(per_device_train_batch_size=3, gradient_accumulation_steps=4)
 
 

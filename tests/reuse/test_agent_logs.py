@@ -262,7 +262,7 @@ def test_steps_of_art_do_not_join(tmp_path):
     assert answers == [["10", "11"], ["20", "21"]]
 
 
-def test_conversations(tmp_path):
+def test_conversations_of_a_task_become_one_group(tmp_path):
     turns = [("system", "Play."), ("user", "Game 1."), ("assistant", "3"), ("user", "higher"), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
     parts = [{"type": "text", "text": text} for text in ("Game ", "1.")]

@@ -229,11 +229,11 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
     rows = []
     for prompt in PROMPTS[:2]:
         rows += [{"prompt": prompt, "completion": text, "solution": "2"} for text in texts]
-    seen = []
+    scored = []
 
     def reward(completions, solution, **_):
         pairs = list(zip(completions, solution, strict=True))
-        seen.extend(pairs)
+        scored.extend(pairs)
         return [float(text == right) for text, right in pairs]
 
     source = written(tmp_path, rows)
@@ -246,7 +246,7 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
         max_steps=1,
         steps_per_generation=2,
     )
-    assert sorted(seen) == sorted((text, "2") for text in texts * 2)
+    assert sorted(scored) == sorted((text, "2") for text in texts * 2)
     advantages = run.rollouts[0].advantages.view(2, 4)
     assert (advantages[:, 0] > 0).all()
     end = run.processing_class.eos_token_id
@@ -255,7 +255,7 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
     assert run.current_settings["train_dataset.checksum"] == checksum(load_rollouts(source, 4))
 
 
-def test_groups(tmp_path, caplog):
+def test_completions_of_a_prompt_or_a_name_become_groups(tmp_path, caplog):
     first_prompt = [{"role": "user", "content": "1+1="}]
     second_prompt = [{"role": "user", "content": "2+2="}]
     of_first = ROW | {"prompt": first_prompt, "level": "1"}
@@ -397,24 +397,24 @@ def test_columns_of_the_dataset_reach_reward_functions_again(tiny_model, tmp_pat
         "parts": [{"a": [1, 2], "b": None}, *[{"a": [], "b": "x"}] * 7],
         "same": [["1"]] * 8,
     }
-    seen = []
+    inputs = []
 
     def reward(prompts, completion_ids, **further):
         for place, prompt in enumerate(prompts):
             row = {name: further[name][place] for name in columns}
-            seen.append({"prompt": prompt, **row})
+            inputs.append({"prompt": prompt, **row})
         return even_tokens(completion_ids)
 
     dataset = Dataset.from_dict({"prompt": PROMPTS, **columns})
     arguments = {"train_dataset": dataset, "rollout_func": None, "reward_funcs": reward}
     trained(tiny_model, tmp_path / "run", save_rollouts=True, trainer_arguments=arguments, **STEPS)
-    seen_first = list(seen)
-    assert len(seen_first) == 48
-    seen.clear()
+    inputs_of_first = list(inputs)
+    assert len(inputs_of_first) == 48
+    inputs.clear()
     rows = without("reward", rows_of(tmp_path / "run" / "rollouts"))
     source = written(tmp_path, rows)
     replayed(tiny_model, tmp_path / "again", source, trainer_arguments={"reward_funcs": reward})
-    assert seen == seen_first
+    assert inputs == inputs_of_first
 
 
 def test_a_named_model_computes_log_probabilities_in_place_of_recorded_ones(tiny_model, tmp_path, recorded, caplog):

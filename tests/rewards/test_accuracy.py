@@ -40,7 +40,7 @@ def misjudged(pairs: Iterable[tuple[str, str]], verdict: float) -> list[tuple[st
 
 class TestScore:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_kinds_of_answers(self, kind: str):
+    def test_answers_of_each_kind_are_right_or_wrong(self, kind: str):
         right, wrong = KINDS[kind]
         assert misjudged(pairs(right), 1.0) == []
         assert misjudged(pairs(wrong), 0.0) == []
@@ -118,7 +118,7 @@ class TestFailingMathVerify:
         assert [score(text, "77") for text in (box("7"), "no box", box("77"))] == [None, None, 1.0]
         assert score(box("77"), "7") == 0.0
 
-    def test_comparing(self, monkeypatch: pytest.MonkeyPatch):
+    def test_a_comparison_that_fails_is_wrong(self, monkeypatch: pytest.MonkeyPatch):
         assert score(box("1/2"), "0.5") == 1.0
         monkeypatch.setattr(rewards, "verify", self.fail)
         assert score(box("1/2"), "0.5") == 0.0

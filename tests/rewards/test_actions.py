@@ -116,7 +116,7 @@ def test_near_miss_of_the_page(reader, number, text, stated, reward):
 
 
 @pytest.mark.pages
-def test_page_has_twenty():
+def test_near_misses_of_the_page_are_numbered_from_1_to_20():
     assert [int(number) for number, *_ in NEAR_MISSES] == list(range(1, 21))
 
 

@@ -19,7 +19,7 @@ from ...rewards.boxes import Completion, text_of
 
 
 # Name in `model_name_or_path` → folder with weights, tokenizer and measured accuracy (`ACCURACY.json`), each made by a
-# script `benchmarks/NAME_base.py`.
+# script `benchmarks/models/NAME_base.py`.
 _DATA = Path(__file__).parents[1]
 EMBEDDED_MODELS = {name: str(_DATA / name / "base") for name in ("arithmetic", "spelling")}
 
@@ -79,7 +79,7 @@ def make_problems(split: Literal["train", "test"], levels: Iterable[str] | None 
     `{'problem': '14+28-19=', 'level': 'Level 2', 'solution': '42-19=23'}`.
 
     Per level, in the order of `levels`, there are 2,048 problems in `"train"` and 1,000 in `"test"`, all distinct, and
-    no problem is in both.
+    no problem is in both. `None` means all levels. `ValueError` for another split or level.
     """
     rows = []
     for level in LEVELS if levels is None else levels:
