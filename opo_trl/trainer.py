@@ -192,6 +192,7 @@ class OPOTrainer(RolloutTrainer):
         self._step = 0  # calls of `training_step` so far, also by the run that is resumed
         # Call of `training_step` with which the accumulation window (an optimizer step) began; `None`: none has yet
         self._window_start: int | None = None
+        self._loss_before_window = torch.zeros(())  # of the steps since the last log entry, when the window began
         # Micro-batches of each call of `training_step` in the current pass
         self._cut_pass: list[list[Batch]] | None = None
         process = self.accelerator.process_index
@@ -379,11 +380,24 @@ class OPOTrainer(RolloutTrainer):
         self._window_start = None  # not yet `_step`, which a resumed run restores after its first window is drawn
         return super().get_batch_samples(epoch_iterator, num_batches, device, **named)
 
+    def _run_epoch(self, **named):
+        """
+        As in the base class. A stream of data, or a callback, may end an epoch inside an optimizer step, which is then
+        not taken: its gradient and loss are dropped, as Transformers would add them to those of the next step.
+        """
+        super()._run_epoch(**named)
+        if not self.accelerator.sync_gradients:
+            self.model_wrapped.zero_grad()
+            self._tr_loss = self._loss_before_window
+            self._reports = []
+            self.accelerator.gradient_state._set_sync_gradients(True)  # nothing is pending
+
     def _next_micro_batches(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
         """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
         if self._window_start is None:  # the first call of an optimizer step
             self._window_start = self._step
+            self._loss_before_window = self._tr_loss.clone()
         # Calls of `training_step`, including this one, until the policy moves
         until_update = self._window_start + self.current_gradient_accumulation_steps - self._step
         # Number of the rollout in the run, and calls of `training_step` that have used it

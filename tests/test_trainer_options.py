@@ -500,6 +500,16 @@ def test_router_auxiliary_loss(tiny_moe, tmp_path):
     assert entry["aux_loss"] == pytest.approx(balance.item(), rel=1e-4)
 
 
+def test_prompts_are_not_shared_if_the_model_itself_returns_its_router_auxiliary_loss(tiny_moe, tmp_path):
+    """TRL computes it, whatever its coefficient, with a mask of the tokens, which shared prompts do not have."""
+    prompts = Dataset.from_dict({"prompt": ["long " * 8 + str(number) for number in range(8)]})
+    options = {"per_device_train_batch_size": 8, "trainer_arguments": {"train_dataset": prompts}}
+    model = AutoModelForCausalLM.from_pretrained(tiny_moe, output_router_logits=True)
+    trainer = trained(model, tmp_path, router_aux_loss_coef=0.0, **options)
+    assert not trainer.planner.shares_prompts
+    assert norm(trainer.steps[0].gradient) > 0
+
+
 def test_prompts_are_computed_once_without_the_router_auxiliary_loss(tiny_moe, tmp_path):
     script = Script()
     prompts = Dataset.from_dict({"prompt": ["long " * 8 + str(number) for number in range(8)]})

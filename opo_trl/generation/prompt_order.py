@@ -17,13 +17,17 @@ from trl.trainer.utils import RepeatSampler
 from ..config import OPOConfig
 
 
-def check_enough_prompts(available: int, args: OPOConfig) -> None:
-    """Check that a dataset fills one rollout: TRL's sampler drops an incomplete one, and would train for no step."""
+def check_enough_prompts(available: int | None, args: OPOConfig) -> None:
+    """
+    Check that a dataset fills one rollout: TRL's sampler drops an incomplete one, and would train for no step. `None`:
+    a stream that has been found to fill none.
+    """
     needed = args.prompts_per_rollout
-    if available < needed:
+    if available is None or available < needed:
+        found = "fewer" if available is None else available
         raise ValueError(
             f"generation_batch_size={args.generation_batch_size} with num_generations={args.num_generations} needs "
-            f"{needed} prompts for one rollout, but the dataset has {available}. Provide {needed}, or lower "
+            f"{needed} prompts for one rollout, but the dataset has {found}. Provide {needed}, or lower "
             "`per_device_train_batch_size`, `steps_per_generation` or `gradient_accumulation_steps`."
         )
 

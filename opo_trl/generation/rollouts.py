@@ -262,6 +262,9 @@ class RolloutTrainer(LogpsTrainer):
                 self._place = self._place.next_epoch()
                 named["epoch"] = self._place.epoch
         super()._run_epoch(**named)
+        is_stream = self._n_prompts == math.inf
+        if is_stream and self._place == Place():  # it had the prompts of no rollout
+            check_enough_prompts(None, self.args)
         if self.control.should_epoch_stop and self._sampler is not None:  # a callback drops the rest of the epoch
             self._place = self._place.next_epoch()
 

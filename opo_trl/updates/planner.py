@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers.distributed.fsdp import is_fsdp_managed_module
 
-from ..batch import Batch, as_batch, exchange, model_inputs, resize, take, to_device
+from ..batch import Batch, as_batch, completion_tokens, exchange, model_inputs, resize, take, to_device
 from ..config import OPOConfig, updates_in_backward
 from ..contract import MULTIMODAL_KEYS
 from . import shared_prompts
@@ -182,8 +182,9 @@ def _counts_in_log(batch: Batch) -> Tensor:
         return batch["opo_counts"]
     counts = batch["opo_valid"]
     if "importance_sampling_ratio" in batch:
-        # vLLM's importance sampling masks a completion by a ratio of 0.
-        counts = counts & batch["importance_sampling_ratio"].any(dim=1)
+        # vLLM's importance sampling masks a completion, or each of its tokens, by a ratio of 0.
+        is_kept = batch["importance_sampling_ratio"].bool() & completion_tokens(batch)
+        counts = counts & is_kept.any(dim=1)
     return counts
 
 

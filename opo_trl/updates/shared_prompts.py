@@ -83,6 +83,8 @@ def break_even_width(model: PreTrainedModel) -> float | None:
         return None
     if config._attn_implementation not in (None, "sdpa") or ALL_ATTENTION_FUNCTIONS["sdpa"] is not attention:
         return None
+    if getattr(config, "output_router_logits", False):  # of which TRL takes a mean by a mask of all tokens
+        return None
     adapters = getattr(model, "peft_config", {}).values()
     if any(adapter.is_prompt_learning for adapter in adapters):
         return None

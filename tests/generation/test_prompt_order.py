@@ -1,6 +1,7 @@
 """The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
 
 import pytest
+from datasets import Dataset
 from recording_trainers import trained
 from scripted_rollouts import PROMPTS, even_tokens
 from transformers import TrainerCallback
@@ -41,6 +42,13 @@ def test_the_next_epoch_follows_one_that_a_callback_ends(tiny_model, tmp_path):
     order = RepeatSampler(range(8), mini_repeat_count=1, seed=42)
     first, second = [*order], [*order]
     assert asked == first[:4] + second
+
+
+def test_a_stream_that_fills_no_rollout_is_named(tiny_model, tmp_path):
+    """Transformers would end the run before its first step."""
+    stream = Dataset.from_dict({"prompt": PROMPTS[:1]}).to_iterable_dataset()
+    with pytest.raises(ValueError, match="needs 2 prompts for one rollout, but the dataset has fewer"):
+        trained(tiny_model, tmp_path, trainer_arguments={"train_dataset": stream})
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -191,10 +191,11 @@ def test_half_of_the_completions_are_left_out_of_the_first_step_and_none_of_the_
     assert n_computed == [4, 8, 4, 8]
 
 
-def test_completions_that_are_left_out_and_that_importance_sampling_drops_are_counted(tiny_model, tmp_path):
+@pytest.mark.parametrize("shape", ["sequence", "token"])
+def test_completions_that_are_left_out_and_that_importance_sampling_drops_are_counted(tiny_model, tmp_path, shape):
     def drop(rollout, trainer):
-        n_completions = len(rollout["completion_ids"])
-        rollout["importance_sampling_ratio"] = torch.zeros(n_completions, 1)
+        is_padding = 1.0 - rollout["completion_mask"]  # the ratio of padding is 1, as in TRL
+        rollout["importance_sampling_ratio"] = is_padding if shape == "token" else torch.zeros(len(is_padding), 1)
 
     entries = logged(run(tiny_model, tmp_path, inject=drop))
     assert [entry["opo/frac_skipped"] for entry in entries] == [0.5, 0.0, 0.5, 0.0]

@@ -55,6 +55,30 @@ def test_every_completion_trained_after_an_update_has_log_probabilities_from_bef
     assert n_trained == len(script.calls) * rows * steps_per_generation * iterations
 
 
+def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_path):
+    """A stream of three rollouts, two of which are an optimizer step: the third one leaves nothing behind."""
+    script = Script()
+    prompts = Dataset.from_dict({"prompt": ["0+0=", "1+1=", "2+2="]}).to_iterable_dataset()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=script,
+        per_device_train_batch_size=GROUP,
+        num_generations=GROUP,
+        steps_per_generation=1,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=0.05,
+        trainer_arguments={"train_dataset": prompts},
+    )
+    reference = Reference(trainer, script)
+    for number, step in enumerate(trainer.steps):
+        step.batches, step.losses = step.batches[-2:], step.losses[-2:]  # without those of the third rollout
+        assert [int(batch["rollout"][0]) for batch in step.batches] == [3 * number, 3 * number + 1]
+        assert_step_equals(step, reference.step(number))
+        assert logged(trainer)[number]["loss"] == pytest.approx(sum(step.losses), abs=1e-6)
+
+
 def assert_logps_are_those_of_the_anchor(micro_batch: dict, reference: Reference) -> None:
     """Of the policy from before the update, as the reference computes them."""
     columns = ("rollout", "row", "old_per_token_logps")
