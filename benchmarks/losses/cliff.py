@@ -33,12 +33,13 @@ not corrected for their number; which form is best at its best is not asked. `ma
 recommended for this, greedy accuracy at both rates stands beside it.
 
 **Order and cost**: `addition`, `largest`, `many`, so that what decides comes first; forms in the order above, each
-finished with its eight seeds before the next. In `many`, 168 reports and 33 trials of about 20 processor seconds: 1.2 hours. On SmolLM2, 336 reports and 70
-trials of 32 steps and 300 or 150 problems, sampled and greedy. By parts that were timed on a busy machine and the
-records of `bounds`, a report takes about 75 processor seconds and a trial 65: eight to nine hours, not the five that
-were meant for all. It was not cut further: with fewer completions or epochs, the recorded rates would not hold, and
-all forms would have to be tuned anew. What is computed less than in `bounds`: a step has one pass instead of two; 300
-completions instead of 48 are measured together; and each prompt is computed once for its completions.
+finished with its eight seeds before the next. In `many`, 168 reports and 33 trials of about 20 processor seconds: 1.2
+hours. On SmolLM2, 336 reports and 70 trials of 32 steps and 300 or 150 problems, sampled and greedy. By parts that
+were timed on a busy machine and the records of `bounds`, a report takes about 75 processor seconds and a trial 65:
+eight to nine hours, not the five that were meant for all. It was not cut further: with fewer completions or epochs,
+the recorded rates would not hold, and all forms would have to be tuned anew. What is computed less than in `bounds`: a
+step has one pass instead of two; 300 completions instead of 48 are measured together; and each prompt is computed once
+for its completions.
 """
 
 import sys
