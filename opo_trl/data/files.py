@@ -109,8 +109,30 @@ def _read(file: Path) -> Dataset:
         names.update(dict.fromkeys(row))
     columns = {}
     for name in names:
-        columns[name] = column([row.get(name) for row in rows])
+        try:
+            columns[name] = _column_of_file([row.get(name) for row in rows])
+        except UnicodeEncodeError as error:
+            numbers = [number for number, row in enumerate(rows, 1) if _has_half_characters(row.get(name))]
+            raise ValueError(
+                f"dataset_name='{file}' cannot be read: {name!r} of row {numbers[0]} has half of a character, "
+                rf"{error.object[error.start]!r}, where a text was cut off. Write \ufffd in its place."
+            ) from error
     return Dataset.from_dict(columns)
+
+
+def _has_half_characters(value: Any) -> bool:
+    """Whether a value of a JSON file has a text with one half of a pair of surrogates, which is no character."""
+    return re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)) is not None
+
+
+def _column_of_file(values: Sequence[Any]) -> pa.Array:
+    """
+    A column with the values of a file. It is JSON where Arrow would change mappings: each would get the names of all
+    others, in one order, and 1 beside 0.5 would be 1.0.
+    """
+    array = column(values)
+    are_nested = any(isinstance(value, Mapping | list) for value in values)
+    return _as_json(values) if are_nested and repr(array.to_pylist()) != repr(values) else array
 
 
 def column(values: Sequence[Any]) -> pa.Array:
@@ -120,6 +142,10 @@ def column(values: Sequence[Any]) -> pa.Array:
     if len(types) < 2:
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # raised by lists or mappings that hold several types
             return pa.array(values)
+    return _as_json(values)
+
+
+def _as_json(values: Sequence[Any]) -> pa.Array:
     # Encoded here: `Dataset.from_list(…, on_mixed_types="use_json")` would mistake the text "4" for the number 4.
     encoded = [None if value is None else json.dumps(value) for value in values]
     return pa.array(encoded, pa.json_())
@@ -144,13 +170,18 @@ def _table_rows(text: str, suffix: str) -> list[dict[str, Any]]:
 def _json_rows(text: str) -> list[Mapping[str, Any]]:
     """
     The values of JSON texts one after the other, as in JSON lines, or the items of one JSON list. Whether they are
-    objects is not checked here.
+    objects is not checked here. A `ValueError` says in which line a text begins that is not JSON.
     """
     decoder = json.JSONDecoder()
     rows = []
     start = _after_space(text, 0)
     while start < len(text):
-        row, end = decoder.raw_decode(text, start)
+        try:
+            row, end = decoder.raw_decode(text, start)
+        except json.JSONDecodeError as error:
+            # The error names a later line if a text is cut off, as JSON may have line breaks.
+            line = text.count("\n", 0, start) + 1
+            raise ValueError(f"{error}, in the text that begins in line {line}. Correct or remove it") from error
         rows.append(row)
         start = _after_space(text, end)
     if len(rows) == 1 and isinstance(rows[0], list):

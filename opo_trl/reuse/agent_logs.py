@@ -289,8 +289,11 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
     """
     The rows of recorded rollouts that conversations in a column `messages` have, whoever wrote them: the prompt is all
     before the first turn of the assistant that is to be trained on, the completion all from there. The messages may be
-    JSON, or items of OpenAI's Responses API. `source`, the setting `rollouts`, is for errors.
+    JSON, or items of OpenAI's Responses API. Conversations in which the assistant answers nothing are left out with a
+    warning. `source`, the setting `rollouts`, is for errors and warnings.
     """
+    rollouts: Rows = []
+    unanswered: list[str] = []  # their places
     for row in rows:
         place = f"rollouts={source!r}, {place_of(row)}"
         messages = row.pop("messages")
@@ -305,13 +308,12 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
                 row["tools"] = tools_of(row.get("tools") or ())
             except UnreadableError as error:
                 raise ValueError(f"{place}: {error}.") from error
-        if not is_chat(messages):
+        if messages and not is_chat(messages):
             raise ValueError(f"{place}: {misfit('messages', messages)}.")
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(
-                f"{place}: `completion` is [], as the assistant says nothing in `messages`. "
-                "Append what it has answered."
-            )
+        # What the assistant says at the very beginning answers nothing.
+        if not messages or not any(message["role"] == "assistant" for message in messages[1:]):
+            unanswered.append(place_of(row))
+            continue
         first = _first_turn(messages)
         row["prompt"] = messages[:first]
         row["completion"] = messages[first:]
@@ -319,12 +321,18 @@ def _of_conversations(rows: Rows, source: str) -> Rows:
             names = [name for name in _NAMES_OF_GROUPS if row.get(name) is not None]
             if names:
                 row["group"] = row[names[0]]
-    return rows
+        rollouts.append(row)
+    left_out = {"the assistant answers nothing": unanswered} if unanswered else {}
+    _warn_of_left_out(left_out, len(rows), source)
+    return rollouts
 
 
 def _first_turn(messages: Rows) -> int:
-    """The place of the assistant's first turn that no field marks as not to be trained on; if all are, its first."""
-    turns = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    """
+    The place of the assistant's first turn that no field marks as not to be trained on; if all are, its first. A turn
+    that begins the conversation is context: there is no prompt before it.
+    """
+    turns = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
     trained = [place for place in turns if is_trained(messages[place])]
     first, *_ = trained or turns
     return first

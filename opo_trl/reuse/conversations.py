@@ -44,14 +44,15 @@ def is_trained(turn: Message) -> bool:
 def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     Copies of messages as chat templates take them: without fields that are `None`, and with the arguments of calls as
-    mappings, where a log has them as JSON text.
+    mappings, where a log has them as JSON text. A call without arguments may have empty text or null there.
     """
     rendered: list[Any] = [remove_none_values(message) for message in messages]
     for message in rendered:
         for call in message.get("tool_calls", ()):
             # Arguments that are a mapping already, or not the JSON that they should be, stay as they are.
             with suppress(KeyError, TypeError, ValueError):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                function = call["function"]
+                function["arguments"] = json.loads(function.get("arguments") or "{}") or {}
     return rendered
 
 

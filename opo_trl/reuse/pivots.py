@@ -58,9 +58,13 @@ class Trajectory:
 
     @property
     def beginning(self) -> str:
-        """What stands before the assistant's first message: the same for all trajectories of a task."""
+        """What stands before the assistant's first answer to the user: the same for all trajectories of a task."""
         roles = [message["role"] for message in self.messages]
-        return json.dumps([self.tools, self.messages[: roles.index("assistant")]], default=str)
+        spoken = [place for place, role in enumerate(roles) if role == "assistant"]
+        # A greeting, which may be the same in all tasks, is no answer.
+        answers = [place for place in spoken if "user" in roles[:place]]
+        first, *_ = answers or spoken
+        return json.dumps([self.tools, self.messages[:first]], default=str)
 
 
 class LeftOut:
@@ -138,6 +142,7 @@ def to_pivots(
     trajectories = _trajectories(source)
     left_out = LeftOut()
     chosen = _rewarded(trajectories, min_reward, left_out, source)
+    _warn_of_undeclared(chosen, source)
     states = partial(_states, reader, left_out, messages, max_prompt_length, chat_template_kwargs or {})
     rows: Rows = []
     beginnings: list[str] = []  # of each row's trajectory
@@ -232,12 +237,34 @@ def _rewarded(
     least = max(rewards) if min_reward is None else min_reward
     chosen = []
     for trajectory in trajectories:
-        if trajectory.reward is not None and trajectory.reward >= least:
+        reward = trajectory.reward
+        # A sum of parts may be 0.9999999999999999 where another is 1.
+        if reward is not None and (reward >= least or math.isclose(reward, least)):
             chosen.append(trajectory)
         else:
             reason = f"of a trajectory with a reward below {least:g}, or with none"
             left_out.add(reason, trajectory, count=len(trajectory.actions))
     return chosen
+
+
+def _warn_of_undeclared(trajectories: Sequence[Trajectory], source: str) -> None:
+    """
+    Warn how many trajectories call a tool that is not among their `tools`, so that their prompts do not tell the model
+    of it. `source`, the log's name, is for the message.
+    """
+    examples = []
+    for trajectory in trajectories:
+        declared = {tool.get("function", tool).get("name") for tool in trajectory.tools}
+        actions = [trajectory.messages[place] for place in trajectory.actions]
+        called = [call["function"]["name"] for action in actions for call in action.get("tool_calls") or ()]
+        undeclared = [name for name in called if name not in declared]
+        if undeclared:
+            examples.append(f"{trajectory.name}: {undeclared[0]!r}")
+    if examples:
+        logger.warning(
+            f"{source!r}: {len(examples):,} of its {len(trajectories):,} trajectories call tools that are not "
+            f"in their `tools` (first: {examples[0]}). The prompt does not show them. Add what the agent had."
+        )
 
 
 def _why_not_taken(message: Row, action: Row, *, takes_messages: bool) -> str | None:
@@ -248,8 +275,12 @@ def _why_not_taken(message: Row, action: Row, *, takes_messages: bool) -> str | 
     """
     if not is_trained(message):
         return "that are marked as not to be trained on"
-    if action.get("tool_calls"):
-        return None
+    calls = action.get("tool_calls")
+    if calls:
+        are_objects = all(isinstance(call["function"]["arguments"], Mapping) for call in calls)
+        return None if are_objects else "whose logged call has arguments that are no JSON object"
+    if message.get("function_call"):
+        return "whose logged call is a `function_call`: write it as `tool_calls`"
     if not str(action["content"]).strip():
         return "whose logged action is empty"
     return None if takes_messages else "whose logged action is a message"
@@ -269,8 +300,8 @@ def _prompt_ids(
     """
     tokenizer = reader.tokenizer
     text, ids = turns.context(tokenizer, before, tools, options)
-    rendered = as_rendered([*before, action])
-    text_with_action = turns.ChatTemplate(tokenizer, tools, options).text(rendered)
+    # The action is as templates take it, with the nulls in the arguments of its calls.
+    text_with_action = turns.ChatTemplate(tokenizer, tools, options).text([*as_rendered(before), action])
     if not text_with_action.startswith(text):
         return ids  # The prompt opens a thought that the log does not have: the policy writes its own.
     written = tokenizer(text_with_action.removeprefix(text), add_special_tokens=False)["input_ids"]
@@ -318,7 +349,7 @@ def _splits(rows: Rows, beginnings: Sequence[str], test_fraction: float, seed: i
     if n_held_out >= len(names):
         raise ValueError(
             f"test_fraction={test_fraction:g} of {len(names)} different beginnings of trajectories leaves none to "
-            "train on. Lower it, or name a log with more tasks."
+            "train on. Lower it, to 0 to hold out none, or name a log with more tasks."
         )
     held_out = set(random.Random(seed).sample(names, n_held_out))
     splits: dict[str, Rows] = {"train": [], "test": []}

@@ -9,6 +9,8 @@ from trl.trainer.utils import remove_none_values
 Item = Mapping[str, Any]
 Message = dict[str, Any]
 
+_ANTHROPIC = "which is Anthropic's. Write `tool_calls`, and messages of `tool`, as OpenAI's chat API takes them"
+
 _TYPES = ("message", "reasoning", "function_call", "function_call_output")
 
 
@@ -112,7 +114,9 @@ def text_of_parts(content: Any) -> str:
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
-            raise UnreadableError(f"a message has {part!r:.60}, and only text can be trained on")
+            of_anthropic = isinstance(part, Mapping) and part.get("type") in ("tool_use", "tool_result")
+            why = _ANTHROPIC if of_anthropic else "and only text can be trained on"
+            raise UnreadableError(f"a message has {part!r:.60}, {why}")
         texts.append(text)
     return "".join(texts)
 

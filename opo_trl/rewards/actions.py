@@ -274,8 +274,11 @@ def normalized(text: str) -> str:
     """
     A text as it is compared: in one form of Unicode (NFC), without line breaks at its ends and white space at the ends
     of lines. In a single line, white space at its beginning is left out, too, and several spaces are one; in several
-    lines, both are kept, because they may be code.
+    lines, both are kept, because they may be code. A text of nothing but white space stays as it is: it may be a
+    separator, or a key to press.
     """
+    if text.isspace():
+        return text
     lines = unicodedata.normalize("NFC", text).strip("\r\n").splitlines()
     if len(lines) == 1:
         return " ".join(lines[0].split())

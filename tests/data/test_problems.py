@@ -71,6 +71,7 @@ class TestLocalFiles:
             ("some.csv", b"question,answer\na\n", r"line 2 does not have one value for each column"),
             ("some.csv", b"question,answer\na,\xff\n", r"'utf-8' codec can't decode"),
             ("some.jsonl", b'{"problem": "a"}\n' * 4000 + b"{nonsense", r"line 4001 "),
+            ("cut.jsonl", b'{"problem": "a"}\n{"problem"\n{"problem": "b"}\n', r"line 3 .* begins in line 2\. "),
         ],
     )
     def test_a_bad_file_is_named_with_its_line(self, tmp_path: Path, name: str, content: bytes, said: str):
@@ -78,6 +79,16 @@ class TestLocalFiles:
         file.write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name}' cannot be read: .*{said}"):
             files.load_rows(str(file))
+
+    def test_half_of_a_character_is_named_with_its_row(self, tmp_path: Path):
+        file = write(tmp_path / "some.jsonl", [{"said": ["a"]}, {"said": ["b\ud83d"]}])
+        with pytest.raises(ValueError, match=r"some.jsonl' cannot be read: 'said' of row 2 has half of a char.*ud83d"):
+            files.load_rows(file)
+
+    def test_mappings_keep_their_names_order_and_numbers(self, tmp_path: Path):
+        calls = [{"b": 1, "a": None}, {"a": 0.5, "b": 2}, {"c": {}}]
+        rows = [{"calls": [call]} for call in calls]
+        assert repr(list(files.load_rows(str(write(tmp_path / "some.jsonl", rows))))) == repr(rows)
 
     def test_numbers_beside_text_are_text(self, tmp_path: Path):
         levels = [None, "4", "5", 6]

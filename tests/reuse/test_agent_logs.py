@@ -235,7 +235,10 @@ MESSAGES = {
         "tool_calls": [{"name": "guess", "args": {"number": 3}}],
     },
     "`tool_calls` has .* not as OpenAI writes it. Write": {**ANSWER, "tool_calls": [{"function": {"name": "guess"}}]},
-    "a message has {'type': 'tool_use'": {**ANSWER, "content": [{"type": "tool_use", "input": {}}]},  # Anthropic
+    "a message has {'type': 'tool_use'.* is Anthropic's. Write `tool_calls`": {
+        **ANSWER,
+        "content": [{"type": "tool_use", "input": {}}],
+    },
 }
 
 
@@ -279,5 +282,5 @@ def test_conversations_of_a_task_become_one_group(tmp_path):
     with pytest.raises(ValueError, match=r"rollouts=.*a message has \{'type': 'image_url'.* only text can be"):
         load_rollouts(with_an_image, 2)
     unanswered = written(tmp_path, [{"messages": messages[:2], "reward": 1}])
-    with pytest.raises(ValueError, match=r"row 1: `completion` is \[\]"):
+    with pytest.raises(ValueError, match=r".* the assistant answers nothing \(1, such as row 1\)\. None is"):
         load_rollouts(unanswered, 2)

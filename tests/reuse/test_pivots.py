@@ -147,6 +147,57 @@ def test_what_is_left_out_is_counted_by_reason(tokenizer, tmp_path, caplog):
         to_pivots(source, tokenizer, max_prompt_length=3)
 
 
+def test_a_reward_that_differs_by_rounding_is_the_best(tokenizer, tmp_path):
+    almost = conversation("Oslo", reward=0.1 + 0.2)
+    assert n_states(written(tmp_path, conversation("Rome", reward=0.3), almost), tokenizer) == 4
+
+
+def test_a_call_that_cannot_be_read_is_left_out_with_its_place(tokenizer, tmp_path, caplog):
+    broken, listed, old = map(conversation, ("Oslo", "Bonn", "Kyiv"))
+    broken["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Os'
+    listed["messages"][3]["tool_calls"][0]["function"]["arguments"] = '["Bonn"]'
+    (function,) = [called["function"] for called in old["messages"][3]["tool_calls"]]
+    old["messages"][3] = {"role": "assistant", "content": None, "function_call": function}
+    with caplog.at_level(logging.WARNING):
+        rows = to_pivots(written(tmp_path, conversation("Rome"), broken, listed, old), tokenizer)["train"]
+    assert rows["trajectory"] == ["row 1", "row 1", "row 2", "row 3", "row 4"]
+    assert "2 whose logged call has arguments that are no JSON object (first: row 2, message 1)" in caplog.text
+    assert "1 whose logged call is a `function_call`: write it as `tool_calls` (first: row 4," in caplog.text
+
+
+@pytest.mark.parametrize("arguments", ["", None, "null", {}])
+def test_a_call_without_arguments_is_one(arguments, tokenizer, tmp_path):
+    row = conversation("Rome")
+    row["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+    first, second = to_pivots(written(tmp_path, row), tokenizer)["train"]
+    for message in (first["action"], second["prompt"][1]):
+        assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_nulls_in_arguments_stay(tokenizer, tmp_path):
+    row = conversation("Rome")
+    row["messages"][1] = call("look", city="Rome", near={"sea": None})
+    first, _ = to_pivots(written(tmp_path, row), tokenizer)["train"]
+    assert first["action"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "near": {"sea": None}}
+
+
+def test_tools_that_the_log_does_not_declare_are_warned_of(tokenizer, tmp_path, caplog):
+    undeclared = conversation("Oslo")
+    undeclared["tools"] = undeclared["tools"][:1]
+    with caplog.at_level(logging.WARNING):
+        to_pivots(written(tmp_path, conversation("Rome"), undeclared), tokenizer)
+    assert "1 of its 2 trajectories call tools that are not in their `tools` (first: row 2: 'book')" in caplog.text
+
+
+def test_a_conversation_without_an_answer_does_not_stop_the_others(tokenizer, tmp_path, caplog):
+    cut = conversation("Oslo")
+    cut["messages"] = cut["messages"][:1]
+    empty = {**conversation("Bonn"), "messages": []}
+    with caplog.at_level(logging.WARNING):
+        assert n_states(written(tmp_path, conversation("Rome"), cut, empty), tokenizer) == 2
+    assert "2 of its 3 conversations are left out: the assistant answers nothing (2, such as row 2)" in caplog.text
+
+
 def test_without_rewards_a_warning_counts_the_states(tokenizer, tmp_path, caplog):
     source = written(tmp_path, conversation("Rome", reward=None))
     with caplog.at_level(logging.WARNING):
@@ -176,6 +227,15 @@ def test_trajectories_that_begin_alike_are_held_out_together(tokenizer, tmp_path
     assert trained.isdisjoint(held_out)
     with pytest.raises(ValueError, match="leaves none to train on"):
         to_pivots(written(tmp_path, rows[0]), tokenizer, test_fraction=0.3)
+
+
+def test_a_greeting_is_no_beginning(tokenizer, tmp_path):
+    rows = [conversation(city) for city in ("Rome", "Oslo", "Bonn", "Kyiv")]
+    for row in rows:
+        row["messages"].insert(0, {"role": "assistant", "content": "Hello."})
+    splits = to_pivots(written(tmp_path, *rows), tokenizer, test_fraction=0.25)
+    assert len(splits["train"]) == 6
+    assert len(splits["test"]) == 2
 
 
 def test_a_beginning_token_is_not_doubled(tmp_path):

@@ -219,11 +219,17 @@ def test_overlap_of_words_only_where_it_is_asked_for(reader):
     assert word_overlap("", "?!") == 1.0
 
 
+def test_white_space_alone_is_compared_as_it_is(reader):
+    keys = ["", " ", "\t", "\n"]
+    assert [reader._is_same("\n", key) for key in keys] == [False, False, False, True]
+    assert [reader._is_same("", key) for key in keys] == [True, False, False, False]
+
+
 def test_normalized_keeps_indentation():
     assert normalized(" a \t b ") == "a b"
     assert normalized("if x:\n    y  \n\n") == "if x:\n    y"
     assert normalized("e\u0301") == "\u00e9"
-    assert normalized("\n") == ""
+    assert normalized("\n") == "\n"
 
 
 # Families
