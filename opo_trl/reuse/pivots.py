@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 from datasets import Dataset, DatasetDict
+from tqdm import tqdm
 
 from ..data.files import column
 from ..data.prompt_ids import PROMPT_IDS
@@ -164,7 +165,7 @@ def _without_repetition(
     action are counted in `left_out`.
     """
     known: set[str] = set()  # states with their actions
-    for trajectory in trajectories:
+    for trajectory in tqdm(trajectories, "trajectories", leave=False, delay=1):
         for row in states(trajectory):
             # `logged_action` makes actions equal that are written differently, such as arguments as JSON.
             key = repr((row[PROMPT_IDS], logged_action(row["action"])))
