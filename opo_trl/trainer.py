@@ -387,7 +387,7 @@ class OPOTrainer(RolloutTrainer):
         """
         super()._run_epoch(**named)
         if not self.accelerator.sync_gradients:
-            self.model_wrapped.zero_grad()
+            self.model.zero_grad()
             self._tr_loss = self._loss_before_window
             self._reports = []
             self.accelerator.gradient_state._set_sync_gradients(True)  # nothing is pending
