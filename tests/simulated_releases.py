@@ -37,9 +37,7 @@ SHIFTED: Edits = {_TRAINER: [(_MASK, _MASK.replace(" completion_mask", f" {_SHIF
 def simulate(folder: Path, *, number: str = "1.17.0", edits: Edits = LATER, library: str = "trl") -> Path:
     """Make a simulated release of a library; returns the folder that has to be first on PYTHONPATH."""
     installed = distribution(library)
-    shutil.copytree(
-        Path(str(installed.locate_file(library))), folder / library, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    shutil.copytree(Path(str(installed.locate_file(library))), folder / library)
     for name, replacements in edits.items():
         path = folder / library / name
         text = path.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 CPU = str(RECIPES / "accelerate" / "cpu.yaml")
 
 
+@pytest.mark.slow  # the command, which by default the script below stands for
 def test_one_process_in_place_of_two_is_refused(tmp_path: Path):
     folder = tmp_path / "run"
     recipe = ["-m", "opo_trl.command.train", str(RECIPES / "arithmetic" / "opo.yaml"), "--output_dir", str(folder)]
