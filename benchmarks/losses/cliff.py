@@ -122,7 +122,7 @@ def page(found: Found) -> str:
         rows = [row for form in FORMS if (row := _row(form, task, found))]
         if rows:
             text.append(f"## `{task}`\n\n{table(_HEADER, rows)}\n")
-    missing = [f"{form} in `{task}`" for form, task in cells() if accuracies(form, task, found) is None]
+    missing = [part for task in TASKS if (part := _missing(task, found))]
     if missing:
         text.append(f"**Not finished**: {'; '.join(missing)}.\n")
     decided = [form for form in FORMS if verdict(form, found) is not None]
@@ -137,6 +137,14 @@ def verdict(form: str, found: Found) -> bool | None:
     reached = [accuracies(form, task, found) for task in bounds.PRETRAINED]
     finished = [own for own in reached if own is not None]
     return all(map(forgives, finished)) if len(finished) == len(reached) else None
+
+
+def _missing(task: str, found: Found) -> str:
+    """The task if none of its forms is finished, else those that are not; empty if all are."""
+    forms = [form for form in FORMS if accuracies(form, task, found) is None]
+    if len(forms) == len(FORMS):
+        return f"`{task}`"
+    return f"{' / '.join(forms)} in `{task}`" if forms else ""
 
 
 _HEADER = ["", "best rate", *(f"{multiple}×" for multiple in MULTIPLES), "4× less its best", "within 10 points"]
