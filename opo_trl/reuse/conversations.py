@@ -52,7 +52,8 @@ def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
             # Arguments that are a mapping already, or not the JSON that they should be, stay as they are.
             with suppress(KeyError, TypeError, ValueError):
                 function = call["function"]
-                function["arguments"] = json.loads(function.get("arguments") or "{}") or {}
+                arguments = json.loads(function.get("arguments") or "{}")
+                function["arguments"] = {} if arguments is None else arguments
     return rendered
 
 

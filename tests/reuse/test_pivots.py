@@ -155,7 +155,7 @@ def test_a_reward_that_differs_by_rounding_is_the_best(tokenizer, tmp_path):
 def test_a_call_that_cannot_be_read_is_left_out_with_its_place(tokenizer, tmp_path, caplog):
     broken, listed, old = map(conversation, ("Oslo", "Bonn", "Kyiv"))
     broken["messages"][1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Os'
-    listed["messages"][3]["tool_calls"][0]["function"]["arguments"] = '["Bonn"]'
+    listed["messages"][3]["tool_calls"][0]["function"]["arguments"] = "[]"
     (function,) = [called["function"] for called in old["messages"][3]["tool_calls"]]
     old["messages"][3] = {"role": "assistant", "content": None, "function_call": function}
     with caplog.at_level(logging.WARNING):
