@@ -254,7 +254,9 @@ def _limit(memory: int, reward: Callable[..., Any]) -> None:
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined] # or the server outlives the trainer
     _prctl(_PDEATHSIG, signal.SIGTERM)  # sent to this process when its parent, the fork server, ends
     _prctl(_CHILD_SUBREAPER, 1)  # what has lost its parent becomes a child of this process, and is ended with it
-    Finalize(None, _end_descendants, exitpriority=0)  # pebble's handler calls it on SIGTERM, too
+    Finalize(None, _end_descendants, exitpriority=0)  # called when the pool closes its channel
+    # The pool sends SIGTERM just after. pebble's handler would then end this process in the midst of its finalizers.
+    signal.signal(signal.SIGTERM, _end_with_descendants)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then forgets a process that has ended
     _pipe, pipe_of_scorer = Pipe()
     pid = os.fork()
@@ -307,6 +309,12 @@ def _pass_on(reward: Callable[..., Any], call: dict[str, list[Any]]) -> float | 
     except (EOFError, OSError):
         _end_descendants()
         os._exit(1)
+
+
+def _end_with_descendants(number: int, _frame: object) -> NoReturn:
+    """Handle a signal: end what this process has started, and this process with the signal's number as status."""
+    _end_descendants()
+    os._exit(number)
 
 
 def _end_descendants() -> None:

@@ -1,6 +1,7 @@
 """What a failing scorer costs if it is isolated."""
 
 import gc
+import importlib
 import math
 import os
 import pickle
@@ -175,6 +176,38 @@ def test_what_a_reward_has_started_lives_as_long_as_its_worker(tmp_path, monkeyp
             fork_server().terminate()
     wait_until(lambda: none_alive(pids), 10)
     reward.close()
+
+
+LATE = """
+import time
+
+from failing_rewards import start_processes
+from opo_trl.rewards import scoring
+
+
+def late():
+    time.sleep(0.5)
+    end_descendants()
+
+
+def reward(**columns):
+    return start_processes(**columns)
+
+
+end_descendants, scoring._end_descendants = scoring._end_descendants, late
+"""
+
+
+@LINUX
+def test_worker_that_is_told_to_end_while_it_ends_leaves_nothing_behind(tmp_path, monkeypatch):
+    # The pool closes its channel, at which the worker begins to end, and sends SIGTERM at once.
+    (tmp_path / "late_end.py").write_text(LATE)
+    monkeypatch.setattr(scoring, "_end_descendants", scoring._end_descendants)  # which the import replaces here, too
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = IsolatedReward(importlib.import_module("late_end").reward, workers=1)
+    assert reward(["…"], fate=["1"], file=[str(tmp_path / "pids")]) == [1.0]
+    reward.close()
+    wait_until(lambda: none_alive(started(tmp_path / "pids")), 10)
 
 
 # What it takes
