@@ -40,6 +40,10 @@ eight to nine hours, not the five that were meant for all. It was not cut furthe
 the recorded rates would not hold, and all forms would have to be tuned anew. What is computed less than in `bounds`: a
 step has one pass instead of two; 300 completions instead of 48 are measured together; and each prompt is computed once
 for its completions.
+
+**Shortened** when the first three forms had finished `addition`, and before any run of `largest`: a form that does not
+forgive the rate on one task of SmolLM2 has failed by the rule, whatever the other task says, and is not run there. No
+seed, rate, form or margin is changed, so no verdict can differ from that of the whole plan.
 """
 
 import sys
@@ -86,6 +90,8 @@ def reports(form: str, task: str, found: Found) -> list[Run]:
 
 def next_runs(form: str, task: str) -> list[Run]:
     found = read_runs()
+    if is_decided_elsewhere(form, task, found):
+        return []
     missing, _, _ = bounds.explored(form, task, found)
     return missing or [run for run in reports(form, task, found) if run not in found]
 
@@ -116,7 +122,7 @@ def forgives(reached: np.ndarray) -> bool:
 
 
 def page(found: Found) -> str:
-    """The finished cells as a page, and the decision once those of both tasks of SmolLM2 are finished."""
+    """The finished cells as a page, and the verdicts on the forms that are decided."""
     text = [_INTRODUCTION]
     for task in TASKS:
         rows = [row for form in FORMS if (row := _row(form, task, found))]
@@ -133,18 +139,26 @@ def page(found: Found) -> str:
 
 
 def verdict(form: str, found: Found) -> bool | None:
-    """Whether a form forgives the rate on both tasks of SmolLM2; `None` as long as one is not finished."""
+    """Whether a form forgives the rate on both tasks of SmolLM2; `None` as long as that is open."""
     reached = [accuracies(form, task, found) for task in bounds.PRETRAINED]
     finished = [own for own in reached if own is not None]
-    return all(map(forgives, finished)) if len(finished) == len(reached) else None
+    if not all(map(forgives, finished)):
+        return False
+    return True if len(finished) == len(reached) else None
+
+
+def is_decided_elsewhere(form: str, task: str, found: Found) -> bool:
+    """Whether the form has failed on the other task of SmolLM2, so that this one could not change its verdict."""
+    return task in bounds.PRETRAINED and accuracies(form, task, found) is None and verdict(form, found) is False
 
 
 def _missing(task: str, found: Found) -> str:
-    """The task if none of its forms is finished, else those that are not; empty if all are."""
+    """The task if none of its forms is finished, else those that are not and are still run; empty if all are."""
     forms = [form for form in FORMS if accuracies(form, task, found) is None]
-    if len(forms) == len(FORMS):
+    left = [form for form in forms if not is_decided_elsewhere(form, task, found)]
+    if len(left) == len(FORMS):
         return f"`{task}`"
-    return f"{' / '.join(forms)} in `{task}`" if forms else ""
+    return f"{' / '.join(left)} in `{task}`" if left else ""
 
 
 _HEADER = ["", "best rate", *(f"{multiple}×" for multiple in MULTIPLES), "4× less its best", "within 10 points"]
@@ -166,9 +180,9 @@ _INTRODUCTION = """# The cliff: what each form forgives of a learning rate
 
 Accuracies in %, sampled and in brackets greedy, at the best rate of each form's own trials and at two and four times
 it, ± half of the 95 % t interval over eight seeds. A form forgives the rate if its sampled accuracy at four times the
-rate is surely within 10 points of that at its own best of the three. Rates differ between forms, so columns compare a
-form with itself. [Plan, rule and code](cliff.py); every run: [cliff.jsonl](cliff.jsonl), and for rates that were
-known [bounds.jsonl](bounds.jsonl).
+rate is surely within 10 points of that at its own best of the three, on both `addition` and `largest`; one that fails
+on the first is not run on the second. Rates differ between forms, so columns compare a form with itself. [Plan, rule
+and code](cliff.py); every run: [cliff.jsonl](cliff.jsonl), and for rates that were known [bounds.jsonl](bounds.jsonl).
 """
 
 

@@ -31,8 +31,9 @@ the one with the higher mean sampled accuracy over the two tasks is. If none pas
 at once, so nothing is corrected. With this and `cliff`, comparisons of losses end.
 
 **Order and cost**: `addition` first, its trials, then its reports seed by seed for all arms, so that arms have the
-same seeds wherever time ends; then `largest`. 96 reports and about 106 trials of about 200 processor seconds, by parts
-that were timed on a busy machine: 11 to 12 hours of one process with one thread, and at most 16. If time is short,
+same seeds wherever time ends; then `largest`, unless neither form has passed on `addition`: none can then be
+recommended, and the comparison ends. 96 reports and about 106 trials of about 200 processor seconds, by parts that
+were timed on a busy machine: 11 to 12 hours of one process with one thread, and at most 16. If time is short,
 `largest` stays unfinished, and nothing is decided; no arm or seed is left out.
 """
 
@@ -120,13 +121,13 @@ def reports(arm: str, task: str, found: Found) -> list[Run]:
 
 def next_trials(arm: str, task: str) -> list[Run]:
     found = read(Run, RECORD)
-    return trials(arm, task, found).next_runs(found)
+    return [] if is_decided(found) else trials(arm, task, found).next_runs(found)
 
 
 def next_reports(task: str) -> list[Run]:
     """The missing reports of a task's arms, seed by seed, once all are tuned."""
     found = read(Run, RECORD)
-    if any(tuned(arm, task, found) is None for arm in ARMS):
+    if is_decided(found) or any(tuned(arm, task, found) is None for arm in ARMS):
         return []
     by_arm = [reports(arm, task, found) for arm in reporting(task, found)]
     return [run for of_seed in zip(*by_arm, strict=True) for run in of_seed if run not in found]
@@ -229,9 +230,20 @@ def is_recommended(arm: str, task: str, found: Found) -> bool:
     return True
 
 
+def passing(found: Found) -> list[str]:
+    """The candidates that pass on each task that is finished."""
+    finished = [task for task in TASKS if is_finished(task, found)]
+    return [arm for arm in CANDIDATES if all(is_recommended(arm, task, found) for task in finished)]
+
+
+def is_decided(found: Found) -> bool:
+    """Whether no candidate can pass any more, or both tasks are finished."""
+    return not passing(found) or all(is_finished(task, found) for task in TASKS)
+
+
 def recommended(found: Found) -> str:
-    """The form that the rule recommends; empty if it recommends none."""
-    passed = [arm for arm in CANDIDATES if all(is_recommended(arm, task, found) for task in TASKS)]
+    """The form that the rule recommends, of a comparison that is decided; empty if it recommends none."""
+    passed = passing(found)
 
     def mean(arm: str) -> float:
         return fmean(found[run]["sampled"] for task in TASKS for run in reports(arm, task, found))
@@ -240,12 +252,12 @@ def recommended(found: Found) -> str:
 
 
 def page(found: Found) -> str:
-    """The finished tasks as a page, and the decision once both are finished."""
+    """The finished tasks as a page, and the decision once there is one."""
     finished = [task for task in TASKS if is_finished(task, found)]
     text = [_INTRODUCTION]
     for task in finished:
         text.append(f"## `{task}`\n\n{_accuracies(task, found)}\n\n{_differences(task, found)}\n")
-    if len(finished) == len(TASKS):
+    if is_decided(found):
         form = recommended(found)
         said = f"**{form}** is recommended for stale completions." if form else "**No form is recommended.**"
         text.append(f"## The decision\n\n{said}\n")

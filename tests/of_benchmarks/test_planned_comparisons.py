@@ -152,6 +152,19 @@ def test_every_form_reports_at_multiples_of_the_rate_of_its_trials():
         assert cliff.verdict(form, found) is None  # as long as the other task is missing
 
 
+def test_a_form_that_fails_on_one_task_is_not_run_on_the_other():
+    found = {}
+    for form, loss in (("OPO", 0.3), ("GSPO, clip range 0.2", 0.0)):
+        finish(lambda found, form=form: bounds.explored(form, "addition", found)[0], found)
+        runs = cliff.reports(form, "addition", found)
+        found |= {run: {"sampled": 0.5 - loss * (run.learning_rate > 2e-5), "greedy": 0.5} for run in runs}
+    assert cliff.verdict("OPO", found) is False
+    assert cliff.is_decided_elsewhere("OPO", "largest", found)
+    assert not cliff.is_decided_elsewhere("OPO", "many", found)
+    assert cliff.verdict("GSPO, clip range 0.2", found) is None
+    assert not cliff.is_decided_elsewhere("GSPO, clip range 0.2", "largest", found)
+
+
 def test_rates_of_forms_that_were_recorded_are_those_of_the_record():
     recorded = bounds.read(bounds.Run, bounds.RECORD)
     rates = {"(1, 2, 0, 1)": 2e-5, "TOPR": 4e-5, "truncated REINFORCE": 5e-6, "OPO": 2e-5}
@@ -210,6 +223,17 @@ def test_a_form_is_recommended_if_it_is_ahead_of_what_users_would_pick():
     assert stale_pretrained.recommended(behind_greedy) == ""
     level = stale_results()
     assert stale_pretrained.recommended(level) == ""
+
+
+def test_a_comparison_ends_where_neither_form_passes_on_the_first_task():
+    for ahead, is_decided in ((0, True), (2.5, False)):
+        found = stale_results(truncated_REINFORCE=ahead)
+        first = {run: line for run, line in found.items() if run.regime == "addition"}
+        assert stale_pretrained.is_decided(first) == is_decided
+        page = stale_pretrained.page(first)
+        assert ("**No form is recommended.**" in page) == is_decided
+        assert ("so nothing is decided: `largest`" in page) != is_decided
+    level = stale_results()
     assert "**No form is recommended.**" in stale_pretrained.page(level)
 
 
