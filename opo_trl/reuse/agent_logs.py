@@ -462,7 +462,8 @@ def _as_call(call: Any, place: str) -> Mapping[str, Any]:
     function = call
     if isinstance(call, Mapping) and call.get("function"):
         function = call["function"]
-    if isinstance(function, Mapping) and {"name", "arguments"} <= function.keys():
+    is_function = isinstance(function, Mapping) and "arguments" in function
+    if is_function and isinstance(function.get("name"), str):
         has_outer_mapping = function is not call
         return call if has_outer_mapping else _with_outer_mapping(call)
     kind = "not as OpenAI writes it"

@@ -483,7 +483,8 @@ def _is_usable(name: str, row: Row) -> bool:
         has_tokens = row.get("completion_ids") is not None  # Then the completion itself is not needed.
         return has_tokens or text_of(value) is not None or _are_messages_with_answer(value, row["prompt"])
     if name == "tools":
-        return not value or (isinstance(value, list) and is_chat(row["prompt"]))
+        are_tools = isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+        return not value or (are_tools and is_chat(row["prompt"]))
     if name in ("reward", "temperature", *TRUNCATIONS):
         return value is None or (_is_number(value) and math.isfinite(value))
     # The columns that are left, of tokens, log-probabilities and masks, are lists with an entry for each token.

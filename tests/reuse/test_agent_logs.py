@@ -235,6 +235,10 @@ MESSAGES = {
         "tool_calls": [{"name": "guess", "args": {"number": 3}}],
     },
     "`tool_calls` has .* not as OpenAI writes it. Write": {**ANSWER, "tool_calls": [{"function": {"name": "guess"}}]},
+    "`tool_calls` has .*None.* not as OpenAI writes it": {
+        **ANSWER,
+        "tool_calls": [{"function": {"name": None, "arguments": "{}"}}],
+    },
     "a message has {'type': 'tool_use'.* is Anthropic's. Write `tool_calls`": {
         **ANSWER,
         "content": [{"type": "tool_use", "input": {}}],

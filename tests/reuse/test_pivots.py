@@ -189,6 +189,12 @@ def test_tools_that_the_log_does_not_declare_are_warned_of(tokenizer, tmp_path, 
     assert "1 of its 2 trajectories call tools that are not in their `tools` (first: row 2: 'book')" in caplog.text
 
 
+def test_tools_that_are_none_are_named_with_their_row(tmp_path, tokenizer):
+    log = written(tmp_path, conversation("Rome"), conversation("Oslo") | {"tools": [None]})
+    with pytest.raises(ValueError, match=r"row 2: `tools` is \[None\]"):
+        to_pivots(log, tokenizer)
+
+
 def test_a_conversation_without_an_answer_does_not_stop_the_others(tokenizer, tmp_path, caplog):
     cut = conversation("Oslo")
     cut["messages"] = cut["messages"][:1]
