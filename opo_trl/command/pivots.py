@@ -15,7 +15,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--messages", action="store_true", help="also take turns without calls")
     parser.add_argument("--max-prompt-length", type=int, help="most tokens of a prompt")
     parser.add_argument(
-        "--test-fraction", type=float, default=0.1, help="share of trajectories to hold out (default: 0.1; 0: none)"
+        "--test-fraction",
+        type=float,
+        default=0.1,
+        help="share of tasks to hold out, by how they begin (default: 0.1; 0: none)",
     )
     parser.add_argument("--seed", type=int, default=42, help="draws what is held out (default: 42)")
     parser.add_argument(

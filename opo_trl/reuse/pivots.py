@@ -122,8 +122,8 @@ def to_pivots(
         max_prompt_length (`int`, *optional*):
             Most tokens of a prompt. By default any number.
         test_fraction (`float`, *optional*, defaults to `0.0`), seed (`int`, *optional*, defaults to `42`):
-            Share to hold out as the split `test`, in `[0, 1)`: of trajectories, never of rows. Those that begin alike
-            stay together. The seed draws them.
+            Share to hold out as the split `test`, in `[0, 1)`, and which: of tasks, that is of trajectories that begin
+            alike, at least one. The rows of a task stay together.
         overlap (`dict[str, float]`, *optional*):
             Parameters (`tool.parameter`) whose text only needs this share of the logged words, in `[0, 1]`.
         chat_template_kwargs (`dict`, *optional*):
