@@ -6,13 +6,25 @@ or 130.
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from ..resume.interrupts import SaveOnInterrupt
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    """Within this context, SIGTERM and Ctrl-C do nothing. A launcher kills what has not ended 30 seconds after them."""
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 class StoppedBySignal(SystemExit):

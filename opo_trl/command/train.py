@@ -51,7 +51,7 @@ from .datasets import Data, load_data
 from .named_rewards import check_columns, load_rewards, load_tools
 from .packages import check_packages
 from .recipe import parse
-from .signals import StopOnSignal, StoppedBySignal
+from .signals import StopOnSignal, StoppedBySignal, ignored
 from .weightless import WeightlessTrainer, config_elsewhere, lacks_weights
 
 
@@ -252,7 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_error("opo-trl train", error, debug=debug, status=1)
     finally:  # the report matters most when a run ends with an error
         if trainer.accelerator.is_main_process:
-            write_report(Path(trainer.args.output_dir))
+            with ignored():  # other processes may have exited, at which their launcher ends this one
+                write_report(Path(trainer.args.output_dir))
     # `run` has shut the process group down, but its threads and connections live as long as the wrapped model
     # refers to it. Left to the exit of the interpreter, gloo's destructor sometimes hangs. All processes have agreed
     # to end, so nothing is pending. After an error, other processes may still wait, so this is skipped.

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from ..checks.secrets import mask_text
 
 
-PERIOD = 10.0  # seconds between two requests, and to wait for an answer
-PATIENCE = 120.0  # seconds without an answer; TRL's client gives a server that is gone about 60
+PERIOD = 10.0  # seconds between two requests
+ANSWER_LIMIT = 10.0  # seconds for an answer
+PATIENCE = (
+    120.0  # seconds since the first request without an answer; TRL's client gives a server that is gone about 60
+)
 
 
 def answers(url: str) -> bool:
@@ -18,7 +21,7 @@ def answers(url: str) -> bool:
     import requests  # as TRL's clients, with the same users and passwords, certificates and proxies
 
     try:
-        return requests.get(f"{url.rstrip('/')}/health", timeout=PERIOD).status_code == 200
+        return requests.get(f"{url.rstrip('/')}/health", timeout=ANSWER_LIMIT).status_code == 200
     except (requests.RequestException, ValueError):  # a `ValueError` if it redirects to no address
         return False
 
@@ -49,13 +52,16 @@ def watched(url: str) -> Iterator[None]:
 def _watch(url: str, done: threading.Event) -> None:
     """
     Until `done`, ask the server every 10 seconds (`PERIOD`), and end this process, with exit status 1, if it has not
-    answered for 120 (`PATIENCE`).
+    answered for 120 (`PATIENCE`): from the first request on, as this thread may have rested as long before it.
     """
-    answered = time.monotonic()
+    unanswered_since: float | None = None
     while not done.wait(PERIOD):
+        asked = time.monotonic()
         if answers(url):
-            answered = time.monotonic()
-        elif time.monotonic() - answered > PATIENCE and not done.is_set():
+            unanswered_since = None
+            continue
+        unanswered_since = unanswered_since or asked
+        if time.monotonic() - unanswered_since > PATIENCE and not done.is_set():
             os.write(2, f"\n{_message(url)}\n".encode())
             os._exit(1)
 

@@ -8,6 +8,7 @@ worker, that costs one completion its score.
 import ctypes
 import functools
 import logging
+import math
 import os
 import pickle
 import re
@@ -27,7 +28,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import psutil
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessFuture, ProcessPool
 
 from ..fields import WORKER_MEMORY, require
 from .errors import CountingReward, RewardError, error_text, numbers
@@ -37,6 +38,10 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a worker to start, including imports from a slow file system.
 START_LIMIT = 120
+
+# Seconds for a worker to end what its completion has started. pebble kills it after 3 by itself, and on a machine that
+# stalls, the worker's children would go on. More than 60, and pebble's workers would give up waiting for each other.
+CONSTS.term_timeout = 30
 
 # Workers are replaced after this many completions, because math-verify's parser caches 2 to 10 kB per answer, which in
 # days would reach the memory limit. A new worker scores its first 1,000 completions a fifth slower.
@@ -154,11 +159,19 @@ class IsolatedReward(CountingReward):
     def _outcomes(self, calls: Sequence[dict[str, list[Any]]]) -> list[Any]:
         """For each call, given by its arguments: a score, an error's message, or an exception of the pool."""
         pool = self._running_pool()
-        futures = [pool.schedule(_pass_on, (self.reward, call), timeout=self.timeout) for call in calls]
+        futures = []
+        with suppress(RuntimeError):  # the pool breaks meanwhile
+            for call in calls:
+                futures.append(pool.schedule(_pass_on, (self.reward, call), timeout=self.timeout))
+        # No completion waits longer than this, unless a worker was ended just as it took one, and never said so.
+        deadline = time.monotonic() + START_LIMIT + self.timeout * math.ceil(len(calls) / self.workers)
         for future in futures:
             while not future.done() and pool.active:  # a pool that breaks forgets what is in its queue
                 wait([future], 1)
-        return [_outcome(future) for future in futures]
+                if time.monotonic() > deadline:
+                    self.close()
+        outcomes = [_outcome(future) for future in futures]
+        return outcomes + [BrokenProcessPool()] * (len(calls) - len(outcomes))
 
     def _running_pool(self) -> ProcessPool:
         """

@@ -23,6 +23,8 @@ WAIT = """
 import sys, threading, time
 from opo_trl.generation import vllm_server
 vllm_server.PERIOD, vllm_server.PATIENCE = 0.2, 1.0
+if sys.argv[2] == "forever":
+    vllm_server.ANSWER_LIMIT = 0.2
 with vllm_server.watched(sys.argv[1]):
     if sys.argv[2] == "forever":
         lock = threading.Lock()
