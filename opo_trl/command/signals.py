@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """Within this context, SIGTERM and Ctrl-C do nothing. A launcher kills what has not ended 30 seconds after them."""
+    """Within this context, SIGTERM and Ctrl-C do nothing. A launcher kills what still runs 30 seconds later."""
     before = [(number, signal.signal(number, signal.SIG_IGN)) for number in SIGNALS]
     try:
         yield

@@ -32,7 +32,7 @@ def processor_time(seconds: float) -> Iterator[None]:
     previous = signal.signal(signal.SIGVTALRM, stop)
     try:
         try:
-            # Repeatedly, because other threads count, and because some code, such as a destructor, swallows exceptions.
+            # Repeatedly, as other threads count, too, and as some code, such as a destructor, swallows exceptions.
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds, seconds)
             yield
         finally:
