@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, cast
 
@@ -377,6 +378,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             knows_prompts = self.max_sampling_rounds == 1 and self.rollouts is None
             allowed = "0: prompts of `max_sampling_rounds` above 1, and `rollouts`, are not known in advance"
             require(knows_prompts, "prefetch_rollouts", self.prefetch_rollouts, allowed)
+            changing = fields_of_sampling(self, {**CUT_OFFS, "repetition_penalty": (None, 1.0)})
+            allowed = f"0, or sample without {changing}, which would be part of the log-ratio"
+            require(not changing, "prefetch_rollouts", self.prefetch_rollouts, allowed)
             # The log-ratio is to the policy that the server has sampled from, which leaves nothing to correct.
             self.vllm_importance_sampling_correction = False
         has_rollouts = bool(self.rollouts) or self.rollouts_model is None
@@ -401,6 +405,9 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
                 "False: it saves inside an optimizer step, or loses a rollout, so no run could be resumed exactly"
             )
             require(not getattr(self, name), name, True, allowed)
+        splits: Any = self.accelerator_config
+        allowed = "{'split_batches': False}: each process takes its own batch of prompts"
+        require(not splits.split_batches, "accelerator_config", {"split_batches": True}, allowed)
         allowed = "False: the entropy bonus has a constant `entropy_coef`"
         require(not self.use_adaptive_entropy, "use_adaptive_entropy", True, allowed)
 
@@ -435,6 +442,8 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             )
         if name == "stop" and value and self.mask_truncated_completions:
             return "ends completions that TRL then takes for truncated. Remove `mask_truncated_completions`"
+        if name == "logprobs" and value and self.use_vllm:
+            return "puts other tokens' log-probabilities in place of those that were sampled. Remove it"
         if name == "seed" and value is not None and self.use_vllm and self.vllm_mode == "colocate":
             return "gives all completions of a prompt the same random numbers. Remove it"
         if not self.use_vllm and name not in vars(GenerationConfig()):
@@ -465,6 +474,22 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
     def is_aligned(self) -> bool:
         """Whether every rollout serves a single optimizer step: TRL then scores no completion before its step."""
         return self.gradient_accumulation_steps % self.micro_steps_per_rollout == 0
+
+
+# Fields that exclude unlikely tokens from sampling, with the values by which they exclude none
+CUT_OFFS: dict[str, tuple] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
+
+
+def fields_of_sampling(args: Any, neutral_values: Mapping[str, tuple]) -> str:
+    """
+    Those of the fields named in `neutral_values` that have none of the values there, as text such as `top_p=0.9`;
+    empty if there are none.
+    """
+    # `generation_kwargs` win over the fields, as in generation.
+    fields = {name: getattr(args, name) for name in neutral_values} | (args.generation_kwargs or {})
+    return ", ".join(
+        f"{name}={fields[name]}" for name, neutral in neutral_values.items() if fields[name] not in neutral
+    )
 
 
 def updates_in_backward(args: Any) -> bool:

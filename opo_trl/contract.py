@@ -70,7 +70,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "trl.trainer.grpo_trainer": "RepeatSampler",
         "transformers.Trainer": """
             get_batch_samples(epoch_iterator, num_batches, device?)
-            _run_epoch(epoch, epochs_trained, steps_trained_in_current_epoch)
+            _run_epoch(epoch, epochs_trained, steps_trained_in_current_epoch) _get_dataloader(dataset)
             set_initial_training_values(args, dataloader)
         """,
         "transformers.trainer_utils": "has_length",
@@ -467,8 +467,9 @@ def record_installed() -> None:
         tested = record["defaults"].setdefault(name, [_NO_SUCH_FIELD] if record["releases"] else [])
         default = defaults.get(name, _NO_SUCH_FIELD)
         tested.extend([default] if default not in tested else [])
-    installed = [f"{name} {version(name)}" for name in ("trl", "transformers", "accelerate")]
-    record["releases"].append(", ".join(installed))
+    installed = ", ".join(f"{name} {version(name)}" for name in ("trl", "transformers", "accelerate"))
+    if installed not in record["releases"]:
+        record["releases"].append(installed)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 

@@ -380,18 +380,6 @@ class OPOTrainer(RolloutTrainer):
         self._window_start = None  # not yet `_step`, which a resumed run restores after its first window is drawn
         return super().get_batch_samples(epoch_iterator, num_batches, device, **named)
 
-    def _run_epoch(self, **named):
-        """
-        As in the base class. A stream of data, or a callback, may end an epoch inside an optimizer step, which is then
-        not taken: its gradient and loss are dropped, as Transformers would add them to those of the next step.
-        """
-        super()._run_epoch(**named)
-        if not self.accelerator.sync_gradients:
-            self.model.zero_grad()
-            self._tr_loss = self._loss_before_window
-            self._reports = []
-            self.accelerator.gradient_state._set_sync_gradients(True)  # nothing is pending
-
     def _next_micro_batches(self, generation_batch: list[dict[str, Any]]) -> list[Batch]:
         """Micro-batches of this call of `training_step`; when the rollout is used up, a new one is generated."""
         args = self.args
@@ -703,9 +691,21 @@ class OPOTrainer(RolloutTrainer):
         return self._skipped.check(model, self.optimizer, norm, step=self.state.global_step + 1)
 
     def _maybe_log_save_evaluate(self, *args, **named):
+        if not self.accelerator.sync_gradients:  # the end of an epoch, inside an optimizer step
+            self._drop_unfinished_step()
         self._end_if_budget_is_spent()
         with self._skipped.end_of_step(self):
             super()._maybe_log_save_evaluate(*args, **named)
+
+    def _drop_unfinished_step(self) -> None:
+        """
+        Drop the gradient and the loss of an optimizer step inside which an epoch ends, by a stream of data or by a
+        callback: it is not taken, and Transformers would add them to those of the next step.
+        """
+        self.model.zero_grad()
+        self._tr_loss.copy_(self._loss_before_window)  # in place: what is logged next is this tensor
+        self._reports = []
+        self.accelerator.gradient_state._set_sync_gradients(True)  # nothing is pending
 
     def _end_if_budget_is_spent(self) -> None:
         """After an optimizer step, end the run if it has generated `max_completions` and trained on all of them."""

@@ -182,6 +182,8 @@ TOPR = {"objective": "topr"}
         ({"generation_kwargs": {"temperature": 0.5}}, "must be 1.0: `temperature`"),
         ({"generation_kwargs": {"max_new_tokens": 9}}, "max_completion_length"),
         ({"generation_kwargs": {"seed": 1}, "use_vllm": True}, "same random numbers"),
+        ({"generation_kwargs": {"logprobs": 1}, "use_vllm": True}, "'logprobs' puts other tokens' log-probabilities"),
+        ({"accelerator_config": {"split_batches": True}}, "{'split_batches': False}"),
         ({"loss_type": "grpo", "importance_sampling_level": "Sequence"}, "'token' or 'sequence'"),
     ],
     ids=str,

@@ -270,6 +270,13 @@ def test_kl_of_an_adapter_that_is_its_reference_moves_nothing(tiny_model, tmp_pa
     assert not changed_weights(trainer)
 
 
+@pytest.mark.parametrize(("dropout", "off_policy"), [(0.5, True), (0.5, False), (0.0, True)])
+def test_dropout_in_the_log_ratio_is_warned_of(tiny_model, tmp_path, caplog, dropout, off_policy):
+    steps = {"steps_per_generation": 4 if off_policy else 2, "gradient_accumulation_steps": 2}
+    make_trainer(continued(tiny_model, dropout), tmp_path, **steps)
+    assert ("Dropout of 0.5 becomes part of every log-ratio" in caplog.text) == (dropout > 0 and off_policy)
+
+
 def test_own_completions_of_an_adapter_with_dropout_are_recognized(tiny_model, tmp_path):
     script = Script([1.0] * 8)
     several = {"steps_per_generation": 4, "max_steps": 2}

@@ -21,7 +21,7 @@ from float64_reference import EXACT, Reference, assert_step_equals
 from named_tensors import distance, in_float64, norm, relative_error, snapshot
 from peft import LoraConfig, get_peft_model
 from recording_trainers import logged, make_trainer, trained, without_times
-from scripted_rollouts import PROMPTS, Script
+from scripted_rollouts import PROMPTS, Script, even_tokens
 from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
@@ -348,6 +348,22 @@ def test_nothing_of_the_models_generation_config_changes_what_is_sampled(tiny_mo
     for name in OVERRULED:
         assert f" {name}=" not in message
     assert trainer.model.generation_config.min_p == 0.3  # and is saved with the model
+
+
+def test_continuous_batching_leaves_the_weights_in_float32(tiny_model, tmp_path):
+    """With `bf16`, TRL casts the model to generate. Trained on in bfloat16, most weights would not move by 1e-6."""
+    arguments = {"rollout_func": None, "reward_funcs": even_tokens}
+    steps = {"max_steps": 1, "learning_rate": 1e-6, "optim": "adamw_torch", **CONTINUOUS}
+    trainer = make_trainer(tiny_model, tmp_path, bf16=True, trainer_arguments=arguments, **steps)
+    before = snapshot(trainer.model)
+    trainer.train()
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
+    assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float32}
+    moved = [(before[name] != weight).flatten() for name, weight in trainer.model.named_parameters()]
+    assert torch.cat(moved).float().mean() > 0.5
+    trained_weights = snapshot(trainer.model)
+    evaluate(trainer, Dataset.from_dict({"prompt": PROMPTS[:2]}))
+    assert distance(snapshot(trainer.model), trained_weights) == 0
 
 
 @pytest.mark.parametrize("decoding", ["sampled", "greedy"])

@@ -15,6 +15,7 @@ from pyarrow import compute
 from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
+from ..config import CUT_OFFS, fields_of_sampling
 from ..data import tokenize_prompts
 from ..data.prompt_ids import PROMPT_IDS
 from ..reuse.reading import RECORDED
@@ -84,7 +85,7 @@ def training_plan(trainer: Any, place: Place | None = None) -> str:
         "policy": _policy(args),
         "objective": trainer.policy_objective.describe_objective(),
     }
-    cut_off = _fields_that_cut_off_tokens(args)
+    cut_off = fields_of_sampling(args, CUT_OFFS)
     if cut_off and args.use_vllm and args.vllm_importance_sampling_correction:
         lines["sampling"] = (
             f"{cut_off} with vLLM's correction: a completion's weight is too small, by the probability that is cut "
@@ -124,15 +125,6 @@ def _policy(args: Any) -> str:
     if args.rollouts is not None or args.prefetch_rollouts:
         return "off-policy throughout"
     return "off-policy after the first optimizer step of a rollout"
-
-
-def _fields_that_cut_off_tokens(args: Any) -> str:
-    """The fields that exclude unlikely tokens from sampling, as text such as `top_p=0.9`; empty if none does."""
-    neutral_values = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-    # `generation_kwargs` win over the fields, as in generation.
-    fields = {name: getattr(args, name) for name in neutral_values} | (args.generation_kwargs or {})
-    excluding = [name for name, neutral in neutral_values.items() if fields[name] not in neutral]
-    return ", ".join(f"{name}={fields[name]}" for name in excluding)
 
 
 def _memory(trainer: Any, place: Place) -> str:

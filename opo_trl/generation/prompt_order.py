@@ -56,6 +56,20 @@ class Place:
         return asdict(self)
 
 
+class InOneShard(torch.utils.data.IterableDataset):
+    """A stream of data that hides of how many files it is."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._stream)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Of the order in which the stream is shuffled."""
+        self._stream.set_epoch(epoch)
+
+
 class EpochSampler(RepeatSampler):
     """TRL's RepeatSampler, which would begin with the first epoch's order wherever a run is resumed."""
 

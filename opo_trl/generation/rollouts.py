@@ -21,8 +21,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers.trainer_utils import has_length
 from trl.trainer import grpo_trainer
@@ -50,7 +51,10 @@ from . import prefetch, sampling
 from .dynamic_sampling import DynamicSampling
 from .failures import RewardFailures, RewardRecorder
 from .first_step import NO_CHECKS, FirstStep
-from .prompt_order import EpochSampler, Place, PromptStream, check_enough_prompts
+from .prompt_order import EpochSampler, InOneShard, Place, PromptStream, check_enough_prompts
+
+
+logger = get_logger(__name__)
 
 
 class RolloutTrainer(LogpsTrainer):
@@ -137,10 +141,18 @@ class RolloutTrainer(LogpsTrainer):
         self.eos_token_ids = [*self.eos_token_ids, *ends] if self.args.use_vllm else ends
 
     def _check_data_and_rewards(self) -> None:
-        """Check what depends on the tokenizer, and on datasets as TRL has prepared them."""
+        """Check what depends on the model, the tokenizer, and on datasets as TRL has prepared them."""
         check_tokenizer(self.reward_funcs, tokenizer_of(self))
         for dataset in prompt_ids.datasets_with_tokens(self.train_dataset, self.eval_dataset):
             prompt_ids.check(self, dataset)
+        dropout = max(
+            (module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)), default=0.0
+        )
+        if dropout and not self.args.is_on_policy:
+            logger.warning(
+                f"Dropout of {dropout:g} becomes part of every log-ratio, as two passes of the policy differ by it "
+                "before a step has moved it. Set `lora_dropout: 0.0` or `disable_dropout: true`."
+            )
         if self.args.max_sampling_rounds > 1 and not has_length(self.train_dataset):
             raise ValueError("max_sampling_rounds above 1 needs a dataset with a length, not a stream. Set it to 1.")
 
@@ -282,6 +294,15 @@ class RolloutTrainer(LogpsTrainer):
             "steps_trained_in_current_epoch": n_rollouts * self.args.micro_steps_per_rollout - n_untrained,
         }
 
+    def _get_dataloader(self, dataset, **named):
+        """
+        TRL's data loader. Of a stream of data, each process takes its part of each rollout: Accelerate would give it
+        its own files instead, if there are enough, and the processes' parts of a group would have different prompts.
+        """
+        if isinstance(dataset, IterableDataset) and self.accelerator.num_processes > 1:
+            dataset = InOneShard(dataset)
+        return super()._get_dataloader(dataset=dataset, **named)
+
     def _get_train_sampler(self, dataset=None, **named):
         """
         TRL's sampler of prompts, but as an [`EpochSampler`], which `_run_epoch` can have begin at any place in the
@@ -323,7 +344,9 @@ class RolloutTrainer(LogpsTrainer):
         `_generate` does: first of all the tokens of prompts and completions.
         """
         training = self.model.training
-        with self._clock.phase("generate"), self._sampled_by_its_fields(), self._first_step_checks.generating(prompts):
+        kept = sampling.same_tensors_afterwards(self.model)  # TRL's continuous batching casts the model
+        checks = self._first_step_checks.generating(prompts)
+        with self._clock.phase("generate"), self._sampled_by_its_fields(), checks, kept:
             generated = super()._generate(prompts, **named)
         self._first_step_checks.note_generated(generated)
         if self.args.save_rollouts:
@@ -465,7 +488,19 @@ class RolloutTrainer(LogpsTrainer):
         if self._replays_recorded:
             rollout["old_per_token_logps"] = self._recorded.behaviour_logps(rollout["completion_ids"])
         elif self.args.prefetch_rollouts and self._mode == "train":
-            rollout["old_per_token_logps"] = rollout.pop("sampling_per_token_logps")
+            rollout["old_per_token_logps"] = self._without_missing(rollout.pop("sampling_per_token_logps"), rollout)
+
+    def _without_missing(self, logps: Tensor, rollout: Batch) -> Tensor:
+        """
+        Log-probabilities `[B, T]` of a vLLM server, with the policy's own for tokens that the server could not score
+        (NaN): their log-ratio is 0, as TRL corrects nothing there.
+        """
+        missing = logps.isnan()
+        if not self.accelerator.gather(missing.any().unsqueeze(0)).any():  # one of all processes' tokens
+            return logps
+        with padding.evaluating(self.model):  # without dropout
+            current, _ = self._policy_logps(rollout, batch_size=self.args.per_device_train_batch_size)
+        return torch.where(missing, current, logps)
 
     def _recognize_policy(self, rollout: Batch) -> Tensor:
         """

@@ -7,7 +7,8 @@ from there would sample from another distribution than the policy, whose log-pro
 
 import logging
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.logging import get_logger
@@ -100,3 +101,24 @@ def _log_once(adopted: Mapping[str, Any], removed: Mapping[str, Any], logged: se
         is_usual = not removed and adopted.keys() <= {"eos_token_id"}
         logger.log(logging.INFO if is_usual else logging.WARNING, text)
         logged.add(text)
+
+
+@contextmanager
+def same_tensors_afterwards(model: Any) -> Iterator[None]:
+    """
+    Within this context, a model may be cast to another type. Afterwards its parameters and buffers are those that they
+    were, to the bit: the optimizer goes on with the weights that it has.
+    """
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for parameter, data in parameters:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
+        for module, name, buffer in buffers:
+            if getattr(module, name).dtype != buffer.dtype:
+                setattr(module, name, buffer)

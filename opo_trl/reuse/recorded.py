@@ -269,11 +269,12 @@ class Recorded:
         accelerator = trainer.accelerator
         # What `_generate` returned: its masks, 0 for a tool's tokens, are not changed by `mask_truncated_completions`.
         prompt_ids, _, tool_masks = self.generated[:3]
-        # Those that TRL has computed in sampling the rollout have either of these names.
-        logps = rollout.get("old_per_token_logps", rollout.get("opo_logps"))
-        # A run that needs no log-probabilities of the rollout has none; with this option, truncated completions have
+        logps = rollout.get("old_per_token_logps")  # by the server that has sampled the rollout in advance
+        if logps is None and not trainer.mask_truncated_completions:
+            logps = rollout.get("opo_logps")  # as TRL has computed them
+        # A run that needs no log-probabilities of the rollout has none; with that option, truncated completions have
         # none. They are computed here, by the policy that has just sampled the tokens.
-        if logps is None or trainer.mask_truncated_completions:
+        if logps is None:
             logps = _scored(trainer, trainer.model, prompt_ids, completion_ids, takes_positions=takes_positions)
         rewards = _total_rewards(rollout["rewards_per_func"], trainer.reward_weights)
         n_generated = trainer.completions_generated

@@ -7,6 +7,7 @@ the transport of weights over NCCL is replaced, by HTTP. `tests/with_vllm` uses 
 
 import io
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -42,11 +43,14 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
         self.prompts: list[list[list[int]]] = []
+        self.logprobs: list[list[float]] = []  # of each completion
         self.busy = threading.Lock()
         self.overlapping = 0  # requests that came while another was answered
         self.may_answer = threading.Semaphore(0)  # only if `waits`: once for each request
         self.waits = False
         self.logprobs_mode = "processed_logprobs"
+        self.ends_some = False  # whether every other completion ends after six tokens, and is not cut off there
+        self.leaves_out = False  # whether each completion has a token without a log-probability
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -88,11 +92,16 @@ class Handler(BaseHTTPRequestHandler):
                 while len(logps) < 6:
                     logits = server.model(torch.tensor([tokens])).logits[0, -1] / request["temperature"]
                     token = int(torch.multinomial(logits.softmax(dim=-1), 1, generator=draws))
+                    if server.ends_some and len(logps) == 5 and len(choices) % 2:
+                        token = server.model.config.eos_token_id
                     tokens.append(token)
                     logps.append(float(logits.log_softmax(dim=-1)[token]))
                     if token == server.model.config.eos_token_id:
                         break
+                if server.leaves_out:
+                    logps[0] = math.nan
                 own = tokens[len(prompt) :]
+                server.logprobs.append(logps)
                 names = [f"token_id:{token}" for token in own]
                 logprobs = {"tokens": names, "token_logprobs": logps, "top_logprobs": [None] * len(own)}
                 choices.append({"prompt_token_ids": prompt, "token_ids": own, "logprobs": logprobs})
@@ -174,18 +183,48 @@ class OfOlderPolicies(Reference):
         return logps
 
 
-@pytest.mark.parametrize("options", [{"num_iterations": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
-def test_gradients_are_those_of_completions_of_the_older_policy(server, tiny_model, tmp_path, options):
-    trainer = make_trainer(tiny_model, tmp_path, **fields(server.server_port, **options))
-    trainer.train()
+def observed(trainer: RecordingOPO) -> Script:
+    """The rollouts that a trainer has got."""
     script = Script()
     for rollout in trainer.rollouts:
         rewards = [[value] for value in rollout.rewards_per_func[:, 0].tolist()]
         script.calls.append(Script.observed(rollout, rewards))
-    reference = OfOlderPolicies(trainer, script)
+    return script
+
+
+@pytest.mark.parametrize("options", [{"num_iterations": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+def test_gradients_are_those_of_completions_of_the_older_policy(server, tiny_model, tmp_path, options):
+    trainer = make_trainer(tiny_model, tmp_path, **fields(server.server_port, **options))
+    trainer.train()
+    reference = OfOlderPolicies(trainer, observed(trainer))
     compared = [number for number in range(6) if trainer.steps[number].batches]
     for number in compared:
         assert_step_equals(trainer.steps[number], reference.step(number), tolerance=10 * EXACT)
+
+
+def test_a_token_without_a_log_probability_has_no_log_ratio(server, tiny_model, tmp_path):
+    """Of vLLM, NaN. The gradient would be NaN, too, and the step skipped."""
+    server.leaves_out = True
+    trainer = make_trainer(tiny_model, tmp_path, **fields(server.server_port))
+    trainer.train()
+    assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0] * 6
+    reference = Reference(trainer, observed(trainer))
+    for number, rollout in enumerate(trainer.rollouts[1:], 1):
+        policy = in_float64(rollout.policy)
+        for completion, logps in zip(reference.script.calls[number], rollout.old_per_token_logps, strict=True):
+            own, _ = reference.logps(policy, completion)
+            assert logps[0].item() == pytest.approx(own[0].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_record_has_the_log_probabilities_of_the_server(server, tiny_model, tmp_path, truncated):
+    server.ends_some = True  # otherwise, nothing would be trained on
+    options = {"save_rollouts": True, "mask_truncated_completions": truncated}
+    make_trainer(tiny_model, tmp_path, **fields(server.server_port, **options)).train()
+    files = sorted((tmp_path / "rollouts").iterdir())
+    rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    recorded = [row["logprobs"] for row in rows]
+    assert recorded == [pytest.approx(logps, abs=1e-6) for logps in server.logprobs[: len(rows)]]
 
 
 def test_a_resumed_run_asks_again_for_what_was_in_flight(server, tiny_model, tmp_path):
@@ -231,6 +270,9 @@ def test_a_server_that_fails_meanwhile_ends_the_run(server, tiny_model, tmp_path
         ({"vllm_mode": "colocate"}, "prefetch_rollouts=1 is not allowed"),
         ({"max_sampling_rounds": 2}, "are not known in advance"),
         ({"prefetch_rollouts": 2}, "0 or 1"),
+        ({"top_p": 0.9}, "sample without top_p=0.9"),
+        ({"repetition_penalty": 1.1}, "sample without repetition_penalty=1.1"),
+        ({"generation_kwargs": {"min_p": 0.1}}, "sample without min_p=0.1"),
     ],
     ids=str,
 )

@@ -1,8 +1,12 @@
 """The order of prompts: TRL's for the data loader, and a stream for dynamic sampling."""
 
+import json
+from pathlib import Path
+
 import pytest
 from datasets import Dataset
-from recording_trainers import trained
+from launched_processes import launch, logs
+from recording_trainers import make_trainer, trained
 from scripted_rollouts import PROMPTS, even_tokens
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
@@ -49,6 +53,42 @@ def test_a_stream_that_fills_no_rollout_is_named(tiny_model, tmp_path):
     stream = Dataset.from_dict({"prompt": PROMPTS[:1]}).to_iterable_dataset()
     with pytest.raises(ValueError, match="needs 2 prompts for one rollout, but the dataset has fewer"):
         trained(tiny_model, tmp_path, trainer_arguments={"train_dataset": stream})
+
+
+def train_on_a_stream(model: str, folder: str) -> None:
+    """Train on a stream of four files, and write which prompts this process has got."""
+    seen: list[str] = []
+
+    def reward(prompts, **columns):
+        seen.extend(prompts)
+        return even_tokens(prompts=prompts, **columns)
+
+    arguments = {
+        "train_dataset": Dataset.from_dict({"prompt": PROMPTS}).to_iterable_dataset(num_shards=4),
+        "reward_funcs": reward,
+        "rollout_func": None,
+    }
+    steps = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": len(PROMPTS)}
+    trainer = make_trainer(
+        model,
+        folder,
+        per_device_train_batch_size=2,
+        num_generations=4,
+        shuffle_dataset=False,
+        trainer_arguments=arguments,
+        **steps,
+    )
+    trainer.train()
+    Path(folder, f"{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
+
+
+def test_two_processes_share_each_group_of_a_stream_of_several_files(tiny_model, tmp_path):
+    """By default, Accelerate gives each process files of its own: a group would have several prompts."""
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(train_on_a_stream, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    for process in range(2):
+        seen = json.loads((tmp_path / f"{process}.json").read_text())
+        assert seen == [prompt for prompt in PROMPTS for _ in range(2)]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -79,6 +79,29 @@ def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_p
         assert logged(trainer)[number]["loss"] == pytest.approx(sum(step.losses), abs=1e-6)
 
 
+def test_the_loss_of_an_epoch_is_that_of_the_steps_that_were_taken(tiny_model, tmp_path):
+    """Logged at the end of each epoch of such a stream, in which the last rollout is no step."""
+    prompts = Dataset.from_dict({"prompt": ["0+0=", "1+1=", "2+2="]}).to_iterable_dataset()
+    trainer = trained(
+        tiny_model,
+        tmp_path,
+        script=Script(),
+        per_device_train_batch_size=GROUP,
+        num_generations=GROUP,
+        steps_per_generation=1,
+        gradient_accumulation_steps=2,
+        max_steps=3,
+        learning_rate=0.05,
+        logging_strategy="epoch",
+        beta=0.5,  # without it, the loss of such steps is 0
+        trainer_arguments={"train_dataset": prompts},
+    )
+    losses = [sum(step.losses[-2:]) for step in trainer.steps]  # without those of the third rollout
+    entries = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert entries == pytest.approx(losses, abs=1e-6)
+    assert losses[-1] > 1e-3
+
+
 def assert_logps_are_those_of_the_anchor(micro_batch: dict, reference: Reference) -> None:
     """Of the policy from before the update, as the reference computes them."""
     columns = ("rollout", "row", "old_per_token_logps")
