@@ -33,6 +33,7 @@ class SaveOnInterrupt(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
+        self._was_passed_on = False  # whether the signal has come once more
         self._received = 0  # number of the signal that this process has received; 0: none
         self._agreed = 0  # number of the signal that any process has received, once all have agreed to stop; 0: none
 
@@ -70,8 +71,12 @@ class SaveOnInterrupt(TrainerCallback):
             os.write(2, message.encode())  # not by `print`, as the signal may interrupt one
 
     def _receive_again(self, number: int, frame: FrameType | None) -> None:
-        """End at once, as Python does, unless it is the same Ctrl-C once more, within a second."""
-        if time.monotonic() - self._received_at > 1:  # a launcher passes on what the terminal has sent to all
+        """End at once, as Python does, unless it is the same Ctrl-C once more."""
+        # A launcher passes on what the terminal has sent to all: within a second, but in native code, such as a long
+        # backward pass, Python handles neither. Torch's does so exactly once.
+        is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ and not self._was_passed_on
+        self._was_passed_on = True
+        if not is_passed_on and time.monotonic() - self._received_at > 1:
             signal.default_int_handler(number, frame)
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -70,13 +70,25 @@ def test_the_step_is_finished_and_saved_once_and_the_trainer_goes_on(tiny_model:
     assert logs_of_both[0] == logs_of_both[1]
 
 
-def test_another_one_ends_it_at_once(tiny_model: str, tmp_path: Path):
-    trainer = run(tiny_model, tmp_path, lambda: press(times=2, pause=1.1))
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_another_one_ends_it_at_once(tiny_model: str, tmp_path: Path, monkeypatch, under_torchrun: bool):
+    """Under torch's launcher, which passes on the first one, however late Python handles it, the third."""
+    if under_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    trainer = run(tiny_model, tmp_path, lambda: press(times=2 + under_torchrun, pause=1.1))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == 2
     assert last_complete(str(tmp_path)) is None
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_that_torchs_launcher_passes_on_late_does_not_stop_the_save(tiny_model: str, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    trainer = run(tiny_model, tmp_path, lambda: press(times=2, pause=1.1))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert last_complete(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 
 def test_a_handler_of_ones_own_stays(tiny_model: str, tmp_path: Path):
