@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -158,7 +159,7 @@ def _made(make: Callable[[Any], dict[str, Any]], run: Any) -> tuple[dict[str, An
 def _outcome(finished: ProcessFuture, run: Any) -> tuple[dict[str, Any], str]:
     try:
         return finished.result()
-    except ProcessExpired as error:
+    except (ProcessExpired, BrokenProcessPool) as error:
         return {}, f"{run} failed: {error}"
 
 

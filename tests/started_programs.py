@@ -1,6 +1,7 @@
 """Processes that tests start: their environment and end, what they wait for, and limits of files."""
 
 import os
+import random
 import resource
 import signal
 import socket
@@ -38,10 +39,24 @@ def run_to_its_end(command: Sequence[str | Path], env: dict[str, str], *, limit:
         return status, log.read()
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """
+    A port that nothing listens on and that this process has not been given before. Workers of pytest-xdist have 1,000
+    ports each, none of which the kernel gives to connections, so that another process seldom takes it meanwhile.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 20_000 + 1_000 * (worker % 12)
+    draw = random.SystemRandom()  # tests set the seed of the other one
+    while True:
+        port = draw.randrange(first, first + 1_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 def wait_until(condition: Callable[[], object], limit: float = 240.0) -> None:

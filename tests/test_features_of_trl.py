@@ -179,7 +179,7 @@ def train_mixed_images(folder: str) -> None:
         arguments={"processing_class": processor},
         shuffle_dataset=False,
         ddp_backend=BACKEND,
-        ddp_timeout=60,
+        ddp_timeout=240,
         gradient_accumulation_steps=1,
         max_steps=4,
         anchor_correction="length_normalized",
@@ -202,7 +202,7 @@ def train_mixed_images(folder: str) -> None:
 
 def test_images_on_one_process_and_none_on_the_other(tmp_path):
     """TRL omits the entries of images where there are none, so all processes must agree on what to gather."""
-    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 120.0}
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path, "limit": 600.0}
     assert launch(train_mixed_images, str(tmp_path), **where) == [0, 0], logs(tmp_path)
     one = torch.load(tmp_path / "0.pt", weights_only=True)
     other = torch.load(tmp_path / "1.pt", weights_only=True)

@@ -42,7 +42,7 @@ scontrol)
     [ "$1" != show ] || printf '%s\n' $HOSTS
     ;;
 trl) # a server that is healthy once it has started
-    [ "$SERVER" != "fails in training" ] || { until grep -q '^opo-trl' "$CALLS"; do sleep 0.1; done; kill $$; } &
+    [ "$SERVER" != "fails in training" ] || { until [ -e "$folder/trains" ]; do sleep 0.1; done; kill $$; } &
     touch "$folder/health"
     exec "$PYTHON" -m http.server "$(value --port)" --bind "$SLURMD_NODENAME" --directory "$folder"
     ;;

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 from contextlib import redirect_stdout
 from importlib.metadata import version
 from pathlib import Path
@@ -115,6 +117,28 @@ def test_run_without_a_signal_says_so(tiny_model, tmp_path, capsys, caplog):
     printed = capsys.readouterr()
     assert "wrong    Zero-variance groups held 100% of completions" in printed.out
     assert "8/8 [" in printed.err  # of 16,000 steps, those that the completions last for
+
+
+def test_signal_while_the_report_is_written_does_not_stop_it(tmp_path, monkeypatch):
+    """A launcher sends it to the process that writes the report, as soon as another one has ended."""
+    write_report = train.write_report
+
+    def write_and_receive_a_signal(folder: Path) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        write_report(folder)
+
+    def end(*_) -> None:
+        raise SystemExit("the signal ended the process")
+
+    monkeypatch.setattr(train, "write_report", write_and_receive_a_signal)
+    short = {**SHORT, "max_steps": 1, "save_strategy": "no"}
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        assert main(arguments(ARITHMETIC, output_dir=tmp_path / "run", **short)) == 0
+        assert signal.getsignal(signal.SIGTERM) is end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "Finished: 1 optimizer step" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_plan_is_all_that_is_made(tmp_path, capsys):

@@ -8,7 +8,9 @@ import os
 import re
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
@@ -19,6 +21,7 @@ from recording_trainers import without_times
 from safetensors.torch import load_file
 from started_programs import wait_until
 
+from opo_trl.command.callbacks import LogFile
 from opo_trl.command.recipe import parse
 from opo_trl.command.train import main
 from opo_trl.resume.checkpoint import fault
@@ -53,9 +56,32 @@ def arguments(folder: Path, *further: str) -> list[str]:
 
 def train(folder: Path, *further: str) -> None:
     status = main(arguments(folder, *further))
-    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    print("threads:", *threads)
+    with suppress(TimeoutError):  # a thread that has been told to end may take its time
+        wait_until(lambda: not any("gloo" in name for name in threads()), 10)
+    print("threads:", *threads())
     sys.exit(status)
+
+
+def threads() -> list[str]:
+    """Names of this process's threads."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has just ended
+            names.append(path.read_text().strip())
+    return names
+
+
+def train_and_wait(folder: Path, step: int, go_on: Path, *further: str) -> None:
+    """[`train`], but wait for a file after the first line of the log that is of `step`."""
+    on_log = LogFile.on_log
+
+    def log_and_wait(self, args, state, control, **kwargs):
+        on_log(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            wait_until(go_on.exists)
+
+    with patch.object(LogFile, "on_log", log_and_wait):
+        train(folder, *further)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -91,15 +117,14 @@ def test_interrupted_command_saves_first(uninterrupted: Path, tmp_path: Path):
     folder, number = tmp_path / "run", signal.SIGTERM
     assert stopped(tmp_path, number, 1, "--save_steps", "1000") == [128 + number]
     (saved,) = folder.glob("checkpoint-*")
-    step = int(saved.name.removeprefix("checkpoint-"))
-    assert step in (2, 3)  # after the current one, and no further one
+    assert saved.name == "checkpoint-2"  # after the current step, and no further one
     assert fault(saved) is None
-    assert lines(folder)[-1]["step"] == step
+    assert lines(folder)[-1]["step"] == 2
     assert not accuracies(folder).keys() & {"after", "optimizer_steps"}
     assert not (folder / "model.safetensors").exists()
     log = logs(tmp_path)
     assert f"{number.name}: the run saves a checkpoint after this optimizer step and ends" in log
-    assert f"Ended by {number.name} after optimizer step {step}" in log
+    assert f"Ended by {number.name} after optimizer step 2" in log
     assert_resumes(tmp_path, uninterrupted)
 
 
@@ -117,9 +142,9 @@ def test_signal_to_one_process_stops_all(tmp_path: Path):
     where = {"config": "multi_gpu", "processes": 2}
     assert 128 + signal.SIGTERM in stopped(tmp_path, signal.SIGTERM, 1, *further, **where), logs(tmp_path)
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
+    assert saved.name == "checkpoint-2"
     assert fault(saved) is None
-    log = (tmp_path / "process_0.log").read_text()
-    assert f"Ended by SIGTERM after optimizer step {saved.name.removeprefix('checkpoint-')}." in log
+    assert "Ended by SIGTERM after optimizer step 2." in (tmp_path / "process_0.log").read_text()
 
 
 @pytest.mark.slow
@@ -152,7 +177,12 @@ def test_recipe_goes_on_with_another_number_of_processes(tmp_path: Path):
 
 
 def stopped(place: Path, number: signal.Signals, step: int, *further: str, **where) -> list[int]:
-    """Exit status of the processes of a run in `place / "run"`, of which the last gets a signal after `step`."""
+    """
+    Exit status of the processes of a run in `place / "run"`, of which the last gets a signal after `step`, before the
+    next one.
+    """
+    go_on = place / "go on"
+    go_on.unlink(missing_ok=True)
 
     def is_logged() -> bool:
         return any(entry["step"] == step for entry in lines_so_far(place / "run"))
@@ -161,8 +191,10 @@ def stopped(place: Path, number: signal.Signals, step: int, *further: str, **whe
         wait_until(is_logged)
         last = processes[-1]
         os.kill(last.pid, number)
+        go_on.touch()
 
-    return launch(train, place / "run", *further, folder=place, meanwhile=stop, limit=SECONDS, **where)
+    run = (place / "run", step, go_on, *further)
+    return launch(train_and_wait, *run, folder=place, meanwhile=stop, limit=SECONDS, **where)
 
 
 def assert_resumes(place: Path, uninterrupted: Path):

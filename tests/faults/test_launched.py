@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,7 +52,7 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[subprocess.Popen, list[
         assert launcher.poll() is None, output(folder)
         training = psutil.Process(launcher.pid).children()
         yield launcher, training
-        assert psutil.wait_procs(training, 5)[1] == [], output(folder)
+        assert psutil.wait_procs(training, SECONDS)[1] == [], output(folder)
     finally:
         for process in training:
             if process.is_running():
@@ -72,11 +71,10 @@ def test_launched_run_is_stopped_resumes_and_is_killed(tmp_path: Path):
         last = steps(tmp_path)[-1]
         assert last_complete(run) == f"{run}/checkpoint-{last}"
         assert f"Ended by SIGTERM after optimizer step {last}" in output(tmp_path)
+        assert (tmp_path / "run" / "report.html").is_file(), output(tmp_path)
     with launched(tmp_path, "--resume_from_checkpoint", "auto") as (launcher, training):
-        at = time.monotonic()
         (second,) = [process for process in training if process.environ()["RANK"] == "1"]
         second.kill()
         assert launcher.wait(SECONDS) == 128 + signal.SIGKILL
-        assert time.monotonic() - at < 60
         assert "opo-trl train: error: a training process was ended by SIGKILL" in output(tmp_path)
         assert last_complete(run) is not None

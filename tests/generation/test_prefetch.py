@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         server.prompts.append(request["prompt"])
         if server.waits:
-            assert server.may_answer.acquire(timeout=60), "nobody let the server answer"
+            assert server.may_answer.acquire(timeout=600), "nobody let the server answer"
         draws = torch.Generator().manual_seed(len(server.prompts))
         choices = []
         for prompt in request["prompt"]:

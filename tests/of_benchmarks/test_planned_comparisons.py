@@ -8,10 +8,13 @@ import math
 import multiprocessing
 import os
 import signal
+import time
+from concurrent.futures.process import BrokenProcessPool
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pebble import ProcessFuture
 
 from benchmarks import staged
 from benchmarks.agents import agent_logs
@@ -25,6 +28,7 @@ from opo_trl.command.recipe import parse
 
 def killed_or_failed(run: int) -> dict:
     if run % 2 == 0:
+        time.sleep(0.5)  # until the pool knows which worker has the run
         os.kill(os.getpid(), signal.SIGKILL)
     if run == 3:
         raise ValueError("no 3")
@@ -44,6 +48,12 @@ def test_a_killed_or_failed_run_ends_no_other(tmp_path, capfd, monkeypatch):
     finished = map(json.loads, file.read_text().splitlines())
     assert sorted(row["run"] for row in finished) == [1, 5]
     assert "3 failed" in capfd.readouterr().err
+
+
+def test_a_run_that_breaks_the_pool_has_failed():
+    finished = ProcessFuture()
+    finished.set_exception(BrokenProcessPool("All workers expired"))
+    assert staged._outcome(finished, 3) == ({}, "3 failed: All workers expired")
 
 
 def test_recorded_runs_are_those_that_the_plans_ask_for():

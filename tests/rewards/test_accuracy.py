@@ -1,12 +1,14 @@
 """`accuracy_reward`: verdicts, time limits, and the answers of MATH."""
 
 import gzip
+import hashlib
 import itertools
 import json
 import math
 import random
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,7 @@ from opo_trl.rewards import accuracy as rewards
 from opo_trl.rewards import accuracy_reward
 from opo_trl.rewards.accuracy import score
 from opo_trl.rewards.boxes import final_answer
+from opo_trl.rewards.limits import OutOfTime, processor_time
 
 
 TOKENS = r"""
@@ -145,6 +148,24 @@ class TestFailingMathVerify:
         monkeypatch.setattr(rewards, "verify", verify)
         assert score(box("1/2"), "0.5") == 0.0
         assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+    def test_only_the_main_threads_own_processor_time_counts(self):
+        def compute_in_native_code() -> None:
+            while time.thread_time() < 0.8:
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 10**5)
+
+        def compute(seconds: float) -> None:
+            end = time.thread_time() + seconds
+            while time.thread_time() < end:
+                pass
+
+        other = threading.Thread(target=compute_in_native_code)
+        other.start()
+        with processor_time(0.3):
+            compute(0.1)
+            other.join()
+        with pytest.raises(OutOfTime), processor_time(0.2):
+            compute(10.0)
 
 
 class TestAccuracyReward:
