@@ -181,6 +181,21 @@ def test_nulls_in_arguments_stay(tokenizer, tmp_path):
     assert first["action"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "near": {"sea": None}}
 
 
+def test_nested_nulls_are_the_same_however_arguments_are_logged(tokenizer, tmp_path):
+    arguments = {"city": "Rome", "near": {"sea": None, "hill": "Celio"}}
+    as_text, as_mapping = conversation("Rome"), conversation("Oslo")
+    for row in (as_text, as_mapping):
+        row["messages"][1] = call("look", **arguments)
+    as_mapping["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+    rows = to_pivots(written(tmp_path, as_text, as_mapping), tokenizer)["train"]
+    actions = [row["action"] for row in rows if row["turn"] == 1]
+    assert len(actions) == 2
+    for done in (arguments, {"city": "Rome", "near": {"hill": "Celio"}}):
+        text = f'<tool_call>\n{{"name": "look", "arguments": {json.dumps(done)}}}\n</tool_call><|im_end|>'
+        ids = [tokenizer(text)["input_ids"]] * 2
+        assert action_reward(ids, actions, tokenizer=tokenizer) == [1.0, 1.0]
+
+
 def test_tools_that_the_log_does_not_declare_are_warned_of(tokenizer, tmp_path, caplog):
     undeclared = conversation("Oslo")
     undeclared["tools"] = undeclared["tools"][:1]
