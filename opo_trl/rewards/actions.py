@@ -404,11 +404,11 @@ def _form_read_here(form: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callabl
     begins = form.get("open_pattern", "")
     if form.get("content") == "xml-inline" and "tool_call_start" in begins:
         return _LFM2, _calls_in_python
-    if "call:" in begins and (form.get("content_args") or {}).get("unquoted_keys"):
+    if "call:" in begins and form.get("content_args") == _OF_GEMMA:
         # The name of a tool may have a hyphen or a dot.
         begins = begins.replace(r"\w+", r"[^\s{]+")
         return {**form, "open_pattern": begins, "content": "text", "content_args": {}}, _call_of_gemma
-    if "to=functions" in begins:
+    if begins == _TRL_GPT_OSS_BEGINS:
         return {**form, "open_pattern": _GPT_OSS_BEGINS}, _call
     return form, _call
 
@@ -416,12 +416,15 @@ def _form_read_here(form: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callabl
 def _pattern(form: Mapping[str, Any], side: str) -> re.Pattern[str]:
     """
     The pattern of what calls begin with (`side` is "open") or end with ("close"). `form` is how a response template
-    says that calls are written: it has either as a text, or as a pattern (`open_pattern`, `close_pattern`).
+    says that calls are written: it has either as a text, as several, or as a pattern (`open_pattern`,
+    `close_pattern`).
     """
-    literal = form.get(side)
-    # With nothing to look for, no call has begun, and all have ended: one pattern matches nowhere, the other anywhere.
-    usual = r"(?!)" if side == "open" else r""
-    return re.compile(form.get(f"{side}_pattern", usual) if literal is None else re.escape(literal))
+    literals = form.get(side)
+    if literals is None:
+        # With nothing to look for, no call has begun, and all have ended: a pattern that matches nowhere, or anywhere.
+        return re.compile(form.get(f"{side}_pattern", r"(?!)" if side == "open" else r""))
+    texts = [literals] if isinstance(literals, str) else sorted(literals, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 def _call(name: str, arguments: Any) -> list[Call]:
@@ -429,7 +432,9 @@ def _call(name: str, arguments: Any) -> list[Call]:
     return [Call(name, arguments)]
 
 
-# GPT-OSS's chat template writes the tool's name before the channel, and the model, as OpenAI's format has it, behind.
+# GPT-OSS's chat template writes the tool's name before the channel, as TRL's form has it. In OpenAI's format, which
+# the model has learnt, it may also stand behind.
+_TRL_GPT_OSS_BEGINS = r"to=functions\.(?P<name>\S+?)<\|channel\|>commentary\s+json<\|message\|>"
 _GPT_OSS_BEGINS = (
     r"(?:<\|channel\|>commentary\s+)?to=functions\.(?P<name>[^\s<]+)(?:<\|channel\|>commentary)?\s*"
     r"(?:<\|constrain\|>)?json<\|message\|>"
@@ -506,6 +511,7 @@ class _WithoutNamesOfJSON(ast.NodeTransformer):
 
 
 # Gemma 4's text stands between marks of its own, names have no quotes, and null may be Python's.
+_OF_GEMMA = {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True}
 _GEMMA_PARTS = re.compile(
     r"""<\|"\|>(?P<text>.*?)<\|"\|>|"(?:[^"\\]|\\.)*+"|(?P<word>[^\s{}\[\],:"<]++)(?P<colon>\s*+:)?""", re.DOTALL
 )

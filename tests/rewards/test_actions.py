@@ -459,7 +459,7 @@ def test_a_response_template_of_ones_own_is_used():
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "tool_calls": {
-                "open": "!",
+                "open": ["!", "!!"],
                 "close": ";",
                 "content": "json",
                 "repeats": True,
@@ -470,7 +470,9 @@ def test_a_response_template_of_ones_own_is_used():
     }
     reader = ActionReader(tokenizer)
     assert read(reader, '!{"name": "book", "arguments": {}};<|im_end|>').calls == [Call("book", {})]
+    assert read(reader, '!!{"name": "book", "arguments": {}};<|im_end|>').calls == [Call("book", {})]
     assert read(reader, '!{"name": "book", "arguments": {}').is_malformed
+    assert read(reader, 'Yes; !{"name": "book", "arguments": {}}').is_malformed
     assert read(reader, "book<|im_end|>") == Action([], "book")
 
 
