@@ -169,9 +169,11 @@ def _parts(value: Any) -> Iterator[Any]:
 def _is_in(text: str, part: Any) -> bool:
     """
     Whether `text`, which has no white space, contains a single value in one of the forms in which templates write it:
-    plain, in JSON (with other letters as they are, or escaped), or as in Python.
+    plain, in JSON (with other letters as they are, or escaped), or as in Python (with an apostrophe as it is, or
+    escaped).
     """
     in_json = json.dumps(part, ensure_ascii=False)
     in_ascii = json.dumps(part)
-    forms = (str(part), in_json.strip('"'), in_ascii.strip('"'), repr(part).strip("'"))
+    in_apostrophes = in_json.strip('"').replace('\\"', '"').replace("'", "\\'")
+    forms = (str(part), in_json.strip('"'), in_ascii.strip('"'), repr(part).strip("'"), in_apostrophes)
     return any(without_white_space(form) in text for form in forms)

@@ -3,9 +3,11 @@ Whether an agent does what was logged: the same calls with the same arguments or
 
 What a completion does is read from its tokens by TRL's `parse_response`: markers of calls may be special tokens, which
 a decoded text lacks. That function returns plain text for a call that it cannot read, and is lenient with one that
-does not end. Both are neither a call nor a message here. docs/pivots.md shows near-misses with their verdicts.
+does not end. Both are neither a call nor a message here. Of some families, TRL's patterns read too little, and calls
+are read here ("Forms of calls"). docs/pivots.md shows near-misses with their verdicts.
 """
 
+import ast
 import copy
 import json
 import math
@@ -16,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import add_response_schema, parse_response
 
@@ -31,6 +35,12 @@ SECONDS = 2.0
 
 SAME = "same"
 MALFORMED = "malformed"
+
+# What may stand in a call beside arguments that have tags, such as Qwen3.5's `</function>`.
+_CLOSING_TAGS = re.compile(r"(?:\s|</[\w-]+>)*+")
+
+# Python's constants, which some chat templates write in place of JSON's.
+_CONSTANTS = {"True": True, "False": False, "None": None}
 
 _HOW = (
     "Set `response_template` in its tokenizer_config.json "
@@ -142,11 +152,19 @@ class ActionReader:
                 f"action_reward cannot read the calls of {tokenizer.name_or_path!r}: its `response_template` has no "
                 f"field `tool_calls`. {_HOW}."
             )
+        form, self._calls_in = _form_read_here(form or {})
+        self._parsing_tokenizer = copy.copy(self.tokenizer)
+        if template:
+            fields = {**template["fields"], "tool_calls": form}
+            self._parsing_tokenizer.response_template = {**template, "fields": fields}
         self._begins = _pattern(form, "open")  # of the text with which a call begins
         self._ends = _pattern(form, "close")
         # Families that write no types: arguments are text, and the tool or the log says of which type they are.
-        options_of_form = (form or {}).get("content_args") or {}
+        options_of_form = form.get("content_args") or {}
         self._has_types = options_of_form.get("value_parser", {}).get("name") != "text"
+        # Of families that write each argument between tags.
+        is_tagged = form.get("content") == "xml-inline"
+        self._argument = re.compile(options_of_form["tag_pattern"], re.DOTALL) if is_tagged else None
         # The tokenizer's special texts, such as those around calls and thoughts: a message has none of them in it.
         self._marks = [mark for mark in self.tokenizer.get_added_vocab() if mark.strip()]
 
@@ -166,21 +184,39 @@ class ActionReader:
         typing_tools = None if self._has_types else list(tools or ()) or None
         try:
             with processor_time(SECONDS):
-                turn = parse_response(self.tokenizer, list(ids), prefix=prefix, tools=typing_tools)
-            functions = [call["function"] for call in turn.get("tool_calls") or ()]
-            calls = [Call(function["name"], function["arguments"]) for function in functions]
+                turn = parse_response(self._parsing_tokenizer, list(ids), prefix=prefix, tools=typing_tools)
+                functions = [call["function"] for call in turn.get("tool_calls") or ()]
+                calls = []
+                for function in functions:
+                    calls += self._calls_in(function["name"], function["arguments"])
+                text_of_turn = self._without_thoughts(ids, turn)
+                are_whole = self._are_whole(text_of_turn)
         except (Exception, OutOfTime):  # Parsers fail in many ways on what a model may write, and a run has to go on.
             return malformed
-        text_of_turn = self._without_thoughts(ids, turn)
         said = turn["content"]
-        if calls:
+        if functions:
             are_mappings = all(isinstance(call.arguments, Mapping) for call in calls)
-            # The parser also returns a call that does not end: each has to have its end in the text.
-            n_ends = len(self._ends.findall(text_of_turn))
-            return Action(calls, said) if are_mappings and n_ends >= len(calls) else malformed
+            return Action(calls, said) if calls and are_mappings and are_whole else malformed
         # The parser returns a call that it cannot read as plain text, which has the marks of one.
         has_marks = any(mark in said for mark in self._marks) or self._begins.search(text_of_turn)
         return malformed if has_marks or not said.strip() else Action([], said)
+
+    def _are_whole(self, text: str) -> bool:
+        """
+        Whether each call in a text ends, behind its own beginning, and each of its arguments: the parser also returns
+        a call that does not end, and leaves out arguments that do not.
+        """
+        begin = self._begins.search(text)
+        while begin is not None:
+            end = self._ends.search(text, begin.end())
+            if end is None:
+                return False
+            if self._argument is not None:
+                beside = self._argument.sub("", text[begin.end() : end.start()])
+                if not _CLOSING_TAGS.fullmatch(beside):
+                    return False
+            begin = self._begins.search(text, max(end.end(), begin.start() + 1))
+        return True
 
     def _without_thoughts(self, ids: Sequence[int], turn: Mapping[str, Any]) -> str:
         """
@@ -209,13 +245,16 @@ class ActionReader:
             return "a message, not a call"
         if len(done.calls) != len(logged.calls):
             return f"{len(done.calls)} calls, not {len(logged.calls)}"
-        left = list(done.calls)  # those that are not yet matched with a logged one
+        differences = []
         for call in logged.calls:
-            differences = [self._difference(call, other, tools, overlap) for other in left]
-            if SAME not in differences:
-                return differences[0]
-            left.pop(differences.index(SAME))
-        return SAME
+            differences.append([self._difference(call, other, tools, overlap) for other in done.calls])
+        # Pairs of a logged call and one that was done, of which as many as possible are the same.
+        differs = np.array([[difference != SAME for difference in row] for row in differences])
+        places, places_done = linear_sum_assignment(differs.astype(int))
+        unmatched = differs[places, places_done]
+        if not unmatched.any():
+            return SAME
+        return differences[places[unmatched].min()][places_done[unmatched].min()]
 
     def _difference(self, logged: Call, done: Call, tools: Sequence[Any] | None, overlap: Mapping[str, float]) -> str:
         """
@@ -225,49 +264,51 @@ class ActionReader:
         """
         if done.name != logged.name:
             return "another tool"
+        written = done.arguments
+        if not self._has_types:
+            written = {name: _typed(value, logged.arguments.get(name)) for name, value in written.items()}
         defaults = _defaults(logged.name, tools)
         # An argument that is null or left out counts as its declared default, if it has one.
-        expected = _stated(logged.arguments, defaults)
-        arguments = _stated(done.arguments, defaults)
+        expected = {**defaults, **_without_nulls(logged.arguments)}
+        arguments = {**defaults, **_without_nulls(written)}
         for name in sorted(expected.keys() ^ arguments.keys()):  # the first that only one of the calls has
             return f"{name!r} is {'missing' if name in expected else 'not in the log'}"
         for name, value in expected.items():
             least_overlap = overlap.get(f"{logged.name}.{name}")
-            if not self._is_same(value, arguments[name], least_overlap):
+            if not _is_same(value, arguments[name], least_overlap):
                 return f"another {name!r}"
         return SAME
-
-    def _is_same(self, logged: Any, value: Any, least_overlap: float | None = None) -> bool:
-        """
-        Whether an argument's `value` is the same as the `logged` one, by the type of this one: text up to white space
-        or, with `least_overlap`, if it shares this much of the words (F1, from 0 to 1); mappings and lists by their
-        parts; numbers up to rounding. It goes no deeper than what was logged, however deep the value is.
-        """
-        # Some models write all arguments as text: it is read as JSON where the log has another type.
-        if isinstance(value, str) and not isinstance(logged, str) and not self._has_types:
-            with suppress(ValueError, RecursionError):
-                value = json.loads(value)
-        if isinstance(logged, str):
-            if not isinstance(value, str):
-                return False
-            if least_overlap is not None and word_overlap(logged, value) >= least_overlap:
-                return True
-            return normalized(logged) == normalized(value)
-        if isinstance(logged, Mapping):
-            if not isinstance(value, Mapping) or logged.keys() != value.keys():
-                return False
-            return all(self._is_same(part, value[name]) for name, part in logged.items())
-        if isinstance(logged, list):
-            if not isinstance(value, list) or len(logged) != len(value):
-                return False
-            return all(self._is_same(*parts) for parts in zip(logged, value, strict=True))
-        if _is_number(logged) and _is_number(value):
-            return _are_close(logged, value)
-        return type(logged) is type(value) and logged == value  # by type, as `True` equals 1 in Python
 
 
 # The trainer calls it when it is made, so that a tokenizer whose calls cannot be read is rejected before a run.
 action_reward.check_tokenizer = ActionReader  # type: ignore[attr-defined]
+
+
+def _is_same(logged: Any, value: Any, least_overlap: float | None = None) -> bool:
+    """
+    Whether an argument's `value` is the same as the `logged` one, by the type of this one: text up to white space or,
+    with `least_overlap`, if it shares this much of the words (F1, from 0 to 1); mappings and lists by their parts, of
+    which a null in a mapping counts as left out; numbers up to rounding. It goes no deeper than what was logged,
+    however deep the value is.
+    """
+    if isinstance(logged, str):
+        if not isinstance(value, str):
+            return False
+        if least_overlap is not None and word_overlap(logged, value) >= least_overlap:
+            return True
+        return normalized(logged) == normalized(value)
+    if isinstance(logged, Mapping):
+        if not isinstance(value, Mapping):
+            return False
+        expected, parts = _without_nulls(logged), _without_nulls(value)
+        return expected.keys() == parts.keys() and all(_is_same(part, parts[name]) for name, part in expected.items())
+    if isinstance(logged, list):
+        if not isinstance(value, list) or len(logged) != len(value):
+            return False
+        return all(_is_same(*parts) for parts in zip(logged, value, strict=True))
+    if _is_number(logged) and _is_number(value):
+        return _are_close(logged, value)
+    return type(logged) is type(value) and logged == value  # by type, as `True` equals 1 in Python
 
 
 def normalized(text: str) -> str:
@@ -296,18 +337,6 @@ def word_overlap(first: str, second: str) -> float:
     return 2 * n_common / n_words if n_words else 1.0
 
 
-def _pattern(form: Mapping[str, Any] | None, side: str) -> re.Pattern[str]:
-    """
-    The pattern of what calls begin with (`side` is "open") or end with ("close"). `form` is how a response template
-    says that calls are written: it has either as a text, or as a pattern (`open_pattern`, `close_pattern`).
-    """
-    form = form or {}
-    literal = form.get(side)
-    # With nothing to look for, no call has begun, and all have ended: one pattern matches nowhere, the other anywhere.
-    usual = r"(?!)" if side == "open" else r""
-    return re.compile(form.get(f"{side}_pattern", usual) if literal is None else re.escape(literal))
-
-
 def _defaults(name: str, tools: Sequence[Any] | None) -> dict[str, Any]:
     """
     The defaults that the tool of this `name` declares for its parameters, by parameter; empty if it declares none, or
@@ -326,21 +355,177 @@ def _defaults(name: str, tools: Sequence[Any] | None) -> dict[str, Any]:
     return {}
 
 
-def _stated(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without nulls, and with the defaults of those that are left out."""
-    stated = {name: value for name, value in arguments.items() if value is not None}
-    return {**defaults, **stated}
+def _without_nulls(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a mapping that are not null: a null states nothing."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _typed(value: Any, logged: Any) -> Any:
+    """
+    The value of an argument whose type a model does not write, with the type of the `logged` one: text is read as JSON
+    or as one of Python's constants, which some chat templates write, but not where text was logged. Where the log
+    states nothing, only a null is read.
+    """
+    if not isinstance(value, str) or isinstance(logged, str):
+        return value
+    if logged is None:
+        return None if value in ("null", "None") else value
+    with suppress(ValueError, RecursionError):
+        return _CONSTANTS[value] if value in _CONSTANTS else json.loads(value)
+    return value
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_whole(number: float) -> bool:
+    return isinstance(number, int) or number.is_integer()
+
+
 def _are_close(logged: float, value: float) -> bool:
     """Whether two numbers are the same: whole ones exactly, others up to rounding; NaN is the same as NaN."""
-    if isinstance(logged, int) and isinstance(value, int):
+    if _is_whole(logged) and _is_whole(value):
         return logged == value  # Two identifiers may differ in the last of many digits.
     try:
         return math.isclose(logged, value, rel_tol=TOLERANCE) or (math.isnan(logged) and math.isnan(value))
     except OverflowError:  # One is a whole number beyond what a float can be.
         return False
+
+
+# Forms of calls
+
+
+def _form_read_here(form: Mapping[str, Any]) -> tuple[Mapping[str, Any], Callable[[str, Any], list[Call]]]:
+    """
+    The `form` in which a response template says that calls are written, changed where it reads too little of what a
+    family writes, and what makes calls of the name and the arguments that it reads.
+    """
+    begins = form.get("open_pattern", "")
+    if form.get("content") == "xml-inline" and "tool_call_start" in begins:
+        return _LFM2, _calls_in_python
+    if "call:" in begins and form.get("content_args") == _OF_GEMMA:
+        # The name of a tool may have a hyphen or a dot.
+        begins = begins.replace(r"\w+", r"[^\s{]+")
+        return {**form, "open_pattern": begins, "content": "text", "content_args": {}}, _call_of_gemma
+    if begins == _TRL_GPT_OSS_BEGINS:
+        return {**form, "open_pattern": _GPT_OSS_BEGINS}, _call
+    return form, _call
+
+
+def _pattern(form: Mapping[str, Any], side: str) -> re.Pattern[str]:
+    """
+    The pattern of what calls begin with (`side` is "open") or end with ("close"). `form` is how a response template
+    says that calls are written: it has either as a text, as several, or as a pattern (`open_pattern`,
+    `close_pattern`).
+    """
+    literals = form.get(side)
+    if literals is None:
+        # With nothing to look for, no call has begun, and all have ended: a pattern that matches nowhere, or anywhere.
+        return re.compile(form.get(f"{side}_pattern", r"(?!)" if side == "open" else r""))
+    texts = [literals] if isinstance(literals, str) else sorted(literals, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)))
+
+
+def _call(name: str, arguments: Any) -> list[Call]:
+    """A call whose arguments the response template has read."""
+    return [Call(name, arguments)]
+
+
+# GPT-OSS's chat template writes the tool's name before the channel, as TRL's form has it. In OpenAI's format, which
+# the model has learnt, it may also stand behind.
+_TRL_GPT_OSS_BEGINS = r"to=functions\.(?P<name>\S+?)<\|channel\|>commentary\s+json<\|message\|>"
+_GPT_OSS_BEGINS = (
+    r"(?:<\|channel\|>commentary\s+)?to=functions\.(?P<name>[^\s<]+)(?:<\|channel\|>commentary)?\s*"
+    r"(?:<\|constrain\|>)?json<\|message\|>"
+)
+
+# LFM2 and LFM2.5 write the calls of a turn as a list in Python. TRL's form takes parts of text for ends of calls, and
+# what is no literal for text.
+_LFM2 = {
+    "open": "<|tool_call_start|>",
+    "close": "<|tool_call_end|>",
+    "repeats": True,
+    "content": "text",
+    "transform": {"type": "function", "function": {"name": "", "arguments": "{content}"}},
+}
+_PYTHON_PARTS = re.compile(
+    r"""(?P<text>'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|(?P<name>[\w.\-/]++)(?P<behind>\s*+[(=])?""", re.DOTALL
+)
+_BACKSLASH = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPES = frozenset("\\'\"abfnrtvxuUN01234567")  # what may follow a backslash in Python's text
+
+
+def _calls_in_python(_: str, text: str) -> list[Call]:
+    """
+    The calls of a list in Python, such as `[book(city='Rome', nights=2)]`. Arguments are literals of Python, or have
+    JSON's `true`, `false` and `null`; text may have line breaks. Names are any: `from` is one, or `get-weather`.
+
+    Raises:
+        `ValueError`, `SyntaxError` and others: the text is anything else.
+    """
+    tree = ast.parse(_PYTHON_PARTS.sub(_part_in_python, text.strip()), mode="eval").body
+    if not isinstance(tree, ast.List):
+        raise ValueError("no list")
+    return [_call_in_python(node) for node in tree.elts]
+
+
+def _part_in_python(part: re.Match[str]) -> str:
+    """
+    A part of calls as Python's parser takes it: text with escapes for its line breaks and for backslashes that escape
+    nothing, and names of tools and arguments in hexadecimal digits, as they may be none of Python's.
+    """
+    if part["text"] is not None:
+        if part.start() and part.string[part.start() - 1].isalnum():
+            raise ValueError("an apostrophe that is not escaped, or text with a prefix")
+        text = _BACKSLASH.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else "\\" + pair[0], part["text"])
+        return text.replace("\n", "\\n").replace("\r", "\\r")
+    if part["behind"] is None:
+        return part[0]
+    return f"_{part['name'].encode().hex()}{part['behind']}"
+
+
+def _name_in_python(identifier: str) -> str:
+    """The name that `_part_in_python` has written in hexadecimal digits."""
+    return bytes.fromhex(identifier.removeprefix("_")).decode()
+
+
+def _call_in_python(node: ast.expr) -> Call:
+    """The call that a node of Python's syntax is. A `ValueError` if it is none, or has arguments without a name."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("no call with named arguments")
+    arguments = {}
+    for keyword in node.keywords:
+        value = _WithoutNamesOfJSON().visit(keyword.value)
+        arguments[_name_in_python(keyword.arg)] = ast.literal_eval(value)
+    if len(arguments) < len(node.keywords):
+        raise ValueError("an argument is given twice")
+    return Call(_name_in_python(node.func.id), arguments)
+
+
+class _WithoutNamesOfJSON(ast.NodeTransformer):
+    """Replaces JSON's constants, which are names in Python. A `KeyError` for any other name."""
+
+    def visit_Name(self, node: ast.Name) -> ast.Constant:
+        return ast.Constant({"true": True, "false": False, "null": None}[node.id])
+
+
+# Gemma 4's text stands between marks of its own, names have no quotes, and null may be Python's.
+_OF_GEMMA = {"string_delims": [['<|"|>', '<|"|>']], "unquoted_keys": True}
+_GEMMA_PARTS = re.compile(
+    r"""<\|"\|>(?P<text>.*?)<\|"\|>|"(?:[^"\\]|\\.)*+"|(?P<word>[^\s{}\[\],:"<]++)(?P<colon>\s*+:)?""", re.DOTALL
+)
+
+
+def _call_of_gemma(name: str, text: str) -> list[Call]:
+    """A call whose arguments are written as Gemma 4 does: `{city:<|"|>Rome<|"|>,nights:2}`."""
+    return [Call(name, json.loads(_GEMMA_PARTS.sub(_part_in_json, text)))]
+
+
+def _part_in_json(part: re.Match[str]) -> str:
+    """A part of Gemma 4's arguments in JSON."""
+    if part["text"] is not None:
+        return json.dumps(part["text"])
+    if part["colon"] is not None:
+        return json.dumps(part["word"]) + part["colon"]
+    return "null" if part["word"] == "None" else part[0]

@@ -72,9 +72,9 @@ def n_states(source: str, tokenizer, **options) -> int:
     return len(to_pivots(source, tokenizer, **options)["train"])
 
 
-def tokenizer_of_llama():
+def tokenizer_of(template: str):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8")
     tokenizer.bos_token = "<|endoftext|>"
     return tokenizer
 
@@ -181,6 +181,21 @@ def test_nulls_in_arguments_stay(tokenizer, tmp_path):
     assert first["action"]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "near": {"sea": None}}
 
 
+def test_nested_nulls_are_the_same_however_arguments_are_logged(tokenizer, tmp_path):
+    arguments = {"city": "Rome", "near": {"sea": None, "hill": "Celio"}}
+    as_text, as_mapping = conversation("Rome"), conversation("Oslo")
+    for row in (as_text, as_mapping):
+        row["messages"][1] = call("look", **arguments)
+    as_mapping["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+    rows = to_pivots(written(tmp_path, as_text, as_mapping), tokenizer)["train"]
+    actions = [row["action"] for row in rows if row["turn"] == 1]
+    assert len(actions) == 2
+    for done in (arguments, {"city": "Rome", "near": {"hill": "Celio"}}):
+        text = f'<tool_call>\n{{"name": "look", "arguments": {json.dumps(done)}}}\n</tool_call><|im_end|>'
+        ids = [tokenizer(text)["input_ids"]] * 2
+        assert action_reward(ids, actions, tokenizer=tokenizer) == [1.0, 1.0]
+
+
 def test_tools_that_the_log_does_not_declare_are_warned_of(tokenizer, tmp_path, caplog):
     undeclared = conversation("Oslo")
     undeclared["tools"] = undeclared["tools"][:1]
@@ -245,7 +260,7 @@ def test_a_greeting_is_no_beginning(tokenizer, tmp_path):
 
 
 def test_a_beginning_token_is_not_doubled(tmp_path):
-    tokenizer = tokenizer_of_llama()
+    tokenizer = tokenizer_of("llama3_2")
     row, _ = to_pivots(written(tmp_path, conversation("Rome")), tokenizer)["train"]
     assert row["prompt_ids"].count(tokenizer.bos_token_id) == 1
 
@@ -255,9 +270,20 @@ def test_an_action_that_the_template_cannot_write_is_left_out(tmp_path, caplog):
     two = conversation("Rome")
     two["messages"][1]["tool_calls"] *= 2
     with caplog.at_level(logging.WARNING):
-        rows = to_pivots(written(tmp_path, two, conversation("Oslo")), tokenizer_of_llama())["train"]
+        rows = to_pivots(written(tmp_path, two, conversation("Oslo")), tokenizer_of("llama3_2"))["train"]
     assert {row["trajectory"] for row in rows} == {"row 2"}
     assert "chat template" in caplog.text
+
+
+@pytest.mark.parametrize(("template", "n_apostrophes"), [("lfm2_v2", 1), ("lfm2_2_5", 0)])
+def test_constants_of_python_are_read_as_logged(template, n_apostrophes, tmp_path, caplog):
+    """LFM2's templates write `True` for true. That of LFM2.5 does not escape an apostrophe."""
+    constants, apostrophe = conversation("Rome"), conversation("Oslo")
+    constants["messages"][1] = call("look", city="Rome", near=[True, None], free=False)
+    apostrophe["messages"][1] = call("look", city="L'Aquila")
+    with caplog.at_level(logging.WARNING):
+        assert n_states(written(tmp_path, constants, apostrophe), tokenizer_of(template)) == 3 + n_apostrophes
+    assert ("such that it is read as: malformed" in caplog.text) == (n_apostrophes == 0)
 
 
 def test_rows_of_nemo_gym_are_taken_as_they_are(tokenizer, shared_data, caplog):

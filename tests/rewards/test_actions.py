@@ -177,6 +177,8 @@ def test_whole_numbers_are_exact_and_others_nearly(reader):
         return verdict(reader, message({"city": logged}), turn({"city": value})) == SAME
 
     assert not is_same(12345678901, 12345678902)
+    assert not is_same(12345678901, 12345678902.0)
+    assert is_same(12345678901, 12345678901.0)
     assert is_same(0.1 + 0.2, 0.3)
     assert is_same(1e300, 1e300)
     assert not is_same(0, 1e-9)
@@ -191,6 +193,45 @@ def test_calls_come_in_any_order_and_each_counts_once(reader):
     assert verdict(reader, logged, turn(rome)) == "1 calls, not 2"
     other_tool = written(rome, "look") + END
     assert verdict(reader, message(rome), other_tool) == "another tool"
+
+
+def test_calls_that_only_have_to_overlap_come_in_any_order(reader):
+    """The first call that is done is the same as both logged ones, the other only as one of them."""
+    logged = message({"city": "a b c d"})
+    logged["tool_calls"] += message({"city": "a b x y"})["tool_calls"]
+    done = [{"city": "c d e f a b"}, {"city": "a b x y"}]
+    overlap = {"book.city": 0.5}
+
+    def verdict_on(calls: list[dict]) -> str:
+        return reader.verdict(logged_action(logged), read(reader, turn(*calls)), (), overlap)
+
+    for _ in range(2):
+        assert verdict_on(done) == verdict_on(done[::-1]) == SAME
+        assert verdict_on([done[0], {"city": "u v w"}]) == "another 'city'"
+        logged["tool_calls"].reverse()
+
+
+def test_hundreds_of_calls_have_a_verdict(reader):
+    cities = [{"city": f"c{number}"} for number in range(200)]
+    logged = message({})
+    logged["tool_calls"] = [message(city)["tool_calls"][0] for city in cities]
+    assert verdict(reader, logged, turn(*cities[::-1])) == SAME
+    assert verdict(reader, logged, turn(*cities[1:], {"town": "c0"})) == "'city' is missing"
+    assert verdict(reader, message({"city": "c0"}), turn(*cities)) == "200 calls, not 1"
+
+
+def test_nulls_at_any_depth_of_mappings_state_nothing(reader):
+    with_null = {"filter": {"owner": None, "state": "open", "by": [{"name": "a", "id": None}]}}
+    without = {"filter": {"state": "open", "by": [{"name": "a"}]}}
+    for logged in (with_null, without):
+        as_text = message({})
+        as_text["tool_calls"][0]["function"]["arguments"] = json.dumps(logged)
+        for done in (with_null, without):
+            assert verdict(reader, message(logged), turn(done)) == SAME
+            assert verdict(reader, as_text, turn(done)) == SAME
+    assert verdict(reader, message({"tags": [None, 1]}), turn({"tags": [1]})) == "another 'tags'"
+    assert verdict(reader, message({"tags": [None, 1]}), turn({"tags": [None, 1]})) == SAME
+    assert verdict(reader, message(without), turn({"filter": {"state": None}})) == "another 'filter'"
 
 
 def test_defaults_of_tools_and_nulls_are_as_if_stated(reader):
@@ -219,10 +260,10 @@ def test_overlap_of_words_only_where_it_is_asked_for(reader):
     assert word_overlap("", "?!") == 1.0
 
 
-def test_white_space_alone_is_compared_as_it_is(reader):
+def test_white_space_alone_is_compared_as_it_is():
     keys = ["", " ", "\t", "\n"]
-    assert [reader._is_same("\n", key) for key in keys] == [False, False, False, True]
-    assert [reader._is_same("", key) for key in keys] == [True, False, False, False]
+    assert [actions._is_same("\n", key) for key in keys] == [False, False, False, True]
+    assert [actions._is_same("", key) for key in keys] == [True, False, False, False]
 
 
 def test_normalized_keeps_indentation():
@@ -263,6 +304,125 @@ def test_what_a_template_writes_is_read_as_the_same_call(template):
     assert action_reward(completions, [logged] * 2, **of_rows) == [1.0, 0.0]
 
 
+VALUES = [
+    *(2, -3, 1.5, 1e-7, True, False, None, [], {}, ["a", "b"], [[1, "x"], [True, None]], [True, False, None]),
+    *({"a": 1, "b": "x)"}, {"a": {"b": [1, {"c": True}], "d": None}}, ["it's", "a, b"], ["a)", "b]"], [[[[["x"]]]]]),
+    *("", "2", "2.50", "true", "True", "null", "None", '{"a": 1}', '["a"]', "a, b=3, c", "f(x), g(y)", "a[0] (b) {c}"),
+    *('say "hi"', "x) ]", "a=1", "</b> <x>", "a & b < c", "é\u2028ü", "a\nb", "a\tb", "  x "),
+]
+QUOTED = ["it's", 'it\'s "x"', "def f():\n  return 'x'", "C:\\new\\x", "\\d+", "a\\nb"]
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+def prompt_and_turn(reader: ActionReader, done: dict, tools: list[dict] | None) -> tuple[str, str]:
+    """The prompt that a chat template writes, and the turn in which the assistant does what the message says."""
+    asked = [{"role": "user", "content": "A room, please."}]
+    render = partial(reader.tokenizer.apply_chat_template, tools=tools, tokenize=False)
+    prompt = render(asked, add_generation_prompt=True)
+    text = render([*asked, done])
+    if not text.startswith(prompt):  # It opens a thought.
+        prompt, _, _ = prompt.rpartition("<think>")
+    return prompt, text.removeprefix(prompt)
+
+
+@pytest.mark.parametrize("template", WITH_CALLS)
+def test_values_of_all_types_are_read_as_a_template_writes_them(template):
+    reader = ActionReader(tokenizer_with(template))
+    differing = []
+    for value in VALUES + QUOTED:
+        done = message({"value": value, "city": "Rome"})
+        schema = {"type": JSON_TYPES.get(type(value), "null")}
+        parameters = {"type": "object", "properties": {"city": {"type": "string"}, "value": schema}}
+        tool = {"type": "function", "function": {"name": "book", "description": "", "parameters": parameters}}
+        prompt, text = prompt_and_turn(reader, done, [tool])
+        for tools in (None, [tool]):
+            action = reader.read(encoded(reader, text), prompt_ids=encoded(reader, prompt), tools=tools)
+            if reader.verdict(logged_action(done), action, tools, {}) != SAME:
+                differing.append(value)
+    # LFM2.5's templates write text without escapes, which is then another one, or none at all.
+    is_raw = template in ("lfm2_2_5", "lfm2_2_5_v2")
+    assert [value for value in differing if value not in QUOTED] == []
+    assert set(differing) <= set(QUOTED if is_raw else [])
+
+
+@pytest.mark.parametrize("template", WITH_CALLS)
+def test_a_call_that_is_cut_off_is_never_the_same(template):
+    """Though what is said before it has what calls of some families end with."""
+    reader = ActionReader(tokenizer_with(template))
+    done = message({"city": "a) ]", "nights": [{"b": "}"}, 2]})
+    prompt, text = prompt_and_turn(reader, done, None)
+    prompt_ids = encoded(reader, prompt)
+    end = max(match.end() for match in reader._ends.finditer(text.rstrip()))
+    ends = "(I call it) </tool_call> "
+
+    def verdict_on(written: str) -> str:
+        return reader.verdict(
+            logged_action(done), reader.read(encoded(reader, written), prompt_ids=prompt_ids), (), {}
+        )
+
+    n_thoughts = text.find("</think>") + len("</think>") if "</think>" in text else 0
+    thoughts, call = text[:n_thoughts], text[n_thoughts:end]
+    assert verdict_on(thoughts + ends + call) == SAME
+    cut = [verdict_on(thoughts + ends + call[:place]) for place in range(len(call.rstrip()))]
+    assert SAME not in cut
+
+
+@pytest.mark.parametrize("template", ["lfm2_v2", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"])
+def test_calls_of_lfm2_are_literals_of_python(template):
+    reader = ActionReader(tokenizer_with(template))
+
+    def verdict_on(logged: dict, calls: str, name: str = "book") -> str:
+        return verdict(reader, message(logged, name), f"<|tool_call_start|>{calls}<|tool_call_end|>{END}")
+
+    rome = {"city": "Rome"}
+    for calls in ("[book(city='Rome')]", '[ book( city = "Rome", ) ]', "[book(city='Ro' 'me', stars=None)]"):
+        assert verdict_on(rome, calls) == SAME
+    no_calls = ["[book(city=Rome)]", "[book('Rome')]", "[book(**{'city': 'Rome'})]", "book(city='Rome')", "[]", ""]
+    no_calls += ["[book(city='Rome', city='Rome')]", "[book(city='Rome')", "[book(city=f'Rome')]", "[book]", "book"]
+    no_calls += ["[book({'city': 'Rome'})]", "['book']", "[book(city='it's')]", "[book(city=open('Rome'))]", "[a.b]"]
+    for calls in no_calls:
+        assert verdict_on(rome, calls) == MALFORMED
+    assert verdict_on({"city": "True"}, "[book(city=True)]") == "another 'city'"
+    assert verdict_on({"city": True}, "[book(city='True')]") == "another 'city'"
+    for text in ("True", "true"):
+        assert verdict_on({"quiet": True}, f"[book(quiet={text})]") == SAME
+    assert verdict_on({"a": [None, False]}, '[book(a=[null, false], b={"c": null})]') == "'b' is not in the log"
+    assert verdict_on({"from": "it's"}, "[get-room(from='it\\'s')]", "get-room") == SAME
+    assert verdict_on({"a": "x\ny\\d"}, "[book(a='x\\ny\\d')]") == SAME
+    assert read(reader, "(I call it) <|tool_call_start|>[book(city='Rome'").is_malformed
+    assert read(reader, f"Well, look(it){END}") == Action([], "Well, look(it)")
+    assert read(reader, f"<|tool_call_start|>[book(a={'a' * 50_000}{END}").is_malformed
+
+
+def test_an_argument_that_does_not_end_is_malformed():
+    """The parser leaves it out, as it does with a second function in a call."""
+    reader = ActionReader(tokenizer_with("qwen3_5_nothink"))
+    city = "<parameter=city>\nRome\n</parameter>\n"
+
+    def verdict_on(text: str) -> str:
+        text = f"<tool_call>\n<function=book>\n{text}</tool_call>{END}"
+        return verdict(reader, message({"city": "Rome"}), text)
+
+    assert verdict_on(city + "</function>\n") == SAME
+    assert verdict_on(city) == SAME
+    assert verdict_on(city + "<parameter=nights>\n2\n</function>\n") == MALFORMED
+    assert verdict_on(city + "</function>\n<function=pay>\n</function>\n") == MALFORMED
+
+
+def test_gptoss_may_name_the_tool_behind_the_channel():
+    reader = ActionReader(tokenizer_with("gptoss"))
+    beginnings = [
+        "to=functions.book<|channel|>commentary json<|message|>",
+        "<|channel|>commentary to=functions.book <|constrain|>json<|message|>",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.book "
+        "<|constrain|>json<|message|>",
+        " to=functions.book<|channel|>commentary <|constrain|>json<|message|>",
+    ]
+    for beginning in beginnings:
+        assert verdict(reader, message({"nights": 2}), beginning + '{"nights": 2}<|call|>') == SAME
+        assert verdict(reader, message({"nights": 2}), beginning + '{"nights": 2}') == MALFORMED
+
+
 def test_types_of_a_family_that_writes_none_are_those_of_the_log():
     reader = ActionReader(tokenizer_with("qwen3_5_nothink"))
 
@@ -275,6 +435,11 @@ def test_types_of_a_family_that_writes_none_are_those_of_the_log():
     assert verdict_on("2", "2") == SAME
     assert verdict_on([1], "[1]") == SAME
     assert verdict_on(2, "two") == "another 'nights'"
+    assert verdict_on(True, "True") == SAME
+    assert verdict_on("True", "True") == SAME
+    assert verdict_on(None, "None") == SAME
+    assert verdict_on([1], '["1"]') == "another 'nights'"  # In JSON, types are written.
+    assert verdict_on({"a": 1}, '{"a": "1"}') == "another 'nights'"
 
 
 @pytest.mark.parametrize("template", ["smolvlm", "deepseek_r1_distill"])
@@ -294,7 +459,7 @@ def test_a_response_template_of_ones_own_is_used():
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "tool_calls": {
-                "open": "!",
+                "open": ["!", "!!"],
                 "close": ";",
                 "content": "json",
                 "repeats": True,
@@ -305,7 +470,9 @@ def test_a_response_template_of_ones_own_is_used():
     }
     reader = ActionReader(tokenizer)
     assert read(reader, '!{"name": "book", "arguments": {}};<|im_end|>').calls == [Call("book", {})]
+    assert read(reader, '!!{"name": "book", "arguments": {}};<|im_end|>').calls == [Call("book", {})]
     assert read(reader, '!{"name": "book", "arguments": {}').is_malformed
+    assert read(reader, 'Yes; !{"name": "book", "arguments": {}}').is_malformed
     assert read(reader, "book<|im_end|>") == Action([], "book")
 
 
