@@ -496,7 +496,8 @@ class RolloutTrainer(LogpsTrainer):
         (NaN): their log-ratio is 0, as TRL corrects nothing there.
         """
         missing = logps.isnan()
-        if not self.accelerator.gather(missing.any().unsqueeze(0)).any():  # one of all processes' tokens
+        misses_some = self.accelerator.gather(missing.any().unsqueeze(0))  # of each process
+        if not misses_some.any():
             return logps
         with padding.evaluating(self.model):  # without dropout
             current, _ = self._policy_logps(rollout, batch_size=self.args.per_device_train_batch_size)

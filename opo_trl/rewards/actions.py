@@ -301,7 +301,9 @@ def _is_same(logged: Any, value: Any, least_overlap: float | None = None) -> boo
         if not isinstance(value, Mapping):
             return False
         expected, parts = _without_nulls(logged), _without_nulls(value)
-        return expected.keys() == parts.keys() and all(_is_same(part, parts[name]) for name, part in expected.items())
+        if expected.keys() != parts.keys():
+            return False
+        return all(_is_same(part, parts[name]) for name, part in expected.items())
     if isinstance(logged, list):
         if not isinstance(value, list) or len(logged) != len(value):
             return False
@@ -476,13 +478,20 @@ def _part_in_python(part: re.Match[str]) -> str:
     nothing, and names of tools and arguments in hexadecimal digits, as they may be none of Python's.
     """
     if part["text"] is not None:
-        if part.start() and part.string[part.start() - 1].isalnum():
+        place = part.start()
+        before = part.string[max(place - 1, 0) : place]
+        if before.isalnum():
             raise ValueError("an apostrophe that is not escaped, or text with a prefix")
-        text = _BACKSLASH.sub(lambda pair: pair[0] if pair[1] in _ESCAPES else "\\" + pair[0], part["text"])
+        text = _BACKSLASH.sub(_escaping_something, part["text"])
         return text.replace("\n", "\\n").replace("\r", "\\r")
     if part["behind"] is None:
         return part[0]
     return f"_{part['name'].encode().hex()}{part['behind']}"
+
+
+def _escaping_something(pair: re.Match[str]) -> str:
+    """A backslash and what follows it, with a second backslash if the first one escapes nothing."""
+    return pair[0] if pair[1] in _ESCAPES else "\\" + pair[0]
 
 
 def _name_in_python(identifier: str) -> str:

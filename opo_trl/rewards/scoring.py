@@ -164,7 +164,8 @@ class IsolatedReward(CountingReward):
             for call in calls:
                 futures.append(pool.schedule(_pass_on, (self.reward, call), timeout=self.timeout))
         # No completion waits longer than this, unless a worker was ended just as it took one, and never said so.
-        deadline = time.monotonic() + START_LIMIT + self.timeout * math.ceil(len(calls) / self.workers)
+        longest = START_LIMIT + self.timeout * math.ceil(len(calls) / self.workers)
+        deadline = time.monotonic() + longest
         for future in futures:
             while not future.done() and pool.active:  # a pool that breaks forgets what is in its queue
                 wait([future], 1)
