@@ -166,11 +166,11 @@ NEEDS: dict[str, dict[str, str]] = {
         "accelerate.commands.launch": "simple_launcher(args) multi_gpu_launcher(args) launch_command_parser logger",
         "transformers.integrations.deepspeed": "_hf_deepspeed_config_weak_ref",
         "trl.GRPOConfig": """
-            __post_init__() _n_gpu beta bf16 cast_lm_head_to_fp32 chat_template_kwargs delta device disable_tqdm
-            entropy_coef epsilon epsilon_high eval_on_start eval_strategy fp16 generation_batch_size generation_kwargs
-            gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better
-            importance_sampling_level learning_rate load_best_model_at_end local_process_index log_completions
-            log_multimodal loss_type lr_scheduler_kwargs lr_scheduler_type main_process_first
+            __post_init__() _n_gpu accelerator_config beta bf16 cast_lm_head_to_fp32 chat_template_kwargs delta device
+            disable_tqdm entropy_coef epsilon epsilon_high eval_on_start eval_strategy fp16 generation_batch_size
+            generation_kwargs gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs
+            greater_is_better importance_sampling_level learning_rate load_best_model_at_end local_process_index
+            log_completions log_multimodal loss_type lr_scheduler_kwargs lr_scheduler_type main_process_first
             mask_truncated_completions max_completion_length max_steps metric_for_best_model model_init_kwargs
             multi_objective_aggregation n_gpu num_generations num_generations_eval num_iterations
             off_policy_mask_threshold optim optim_args output_dir pad_to_multiple_of per_device_eval_batch_size
