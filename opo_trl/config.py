@@ -378,7 +378,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
             knows_prompts = self.max_sampling_rounds == 1 and self.rollouts is None
             allowed = "0: prompts of `max_sampling_rounds` above 1, and `rollouts`, are not known in advance"
             require(knows_prompts, "prefetch_rollouts", self.prefetch_rollouts, allowed)
-            changing = fields_of_sampling(self, {**CUT_OFFS, "repetition_penalty": (None, 1.0)})
+            changing = fields_of_sampling(self, CHANGES_OF_SAMPLING)
             allowed = f"0, or sample without {changing}, which would be part of the log-ratio"
             require(not changing, "prefetch_rollouts", self.prefetch_rollouts, allowed)
             # The log-ratio is to the policy that the server has sampled from, which leaves nothing to correct.
@@ -479,6 +479,17 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
 # Fields that exclude unlikely tokens from sampling, with the values by which they exclude none
 CUT_OFFS: dict[str, tuple] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
 
+# and those that change the probabilities in another way, for vLLM
+CHANGES_OF_SAMPLING: dict[str, tuple] = {
+    **CUT_OFFS,
+    "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0),
+    "frequency_penalty": (None, 0.0),
+    "min_tokens": (None, 0),
+    **dict.fromkeys(("logit_bias", "bad_words", "allowed_token_ids", "structured_outputs"), (None,)),
+    "vllm_structured_outputs_regex": (None,),
+}
+
 
 def fields_of_sampling(args: Any, neutral_values: Mapping[str, tuple]) -> str:
     """
@@ -486,7 +497,7 @@ def fields_of_sampling(args: Any, neutral_values: Mapping[str, tuple]) -> str:
     empty if there are none.
     """
     # `generation_kwargs` win over the fields, as in generation.
-    fields = {name: getattr(args, name) for name in neutral_values} | (args.generation_kwargs or {})
+    fields = {name: getattr(args, name, None) for name in neutral_values} | (args.generation_kwargs or {})
     return ", ".join(
         f"{name}={fields[name]}" for name, neutral in neutral_values.items() if fields[name] not in neutral
     )

@@ -700,8 +700,15 @@ class OPOTrainer(RolloutTrainer):
     def _drop_unfinished_step(self) -> None:
         """
         Drop the gradient and the loss of an optimizer step inside which an epoch ends, by a stream of data or by a
-        callback: it is not taken, and Transformers would add them to those of the next step.
+        callback: it is not taken, and Transformers would add them to those of the next step. DeepSpeed keeps the
+        gradient in buffers of its own, of which a warning says that it is not dropped.
         """
+        if self.is_deepspeed_enabled:
+            logger.warning(
+                "The data ends inside an optimizer step, whose gradient DeepSpeed adds to that of the next step. "
+                f"Provide a multiple of gradient_accumulation_steps={self.args.gradient_accumulation_steps}, or "
+                "train with DDP or FSDP."
+            )
         self.model.zero_grad()
         self._tr_loss.copy_(self._loss_before_window)  # in place: what is logged next is this tensor
         self._reports = []

@@ -350,10 +350,15 @@ def test_nothing_of_the_models_generation_config_changes_what_is_sampled(tiny_mo
     assert trainer.model.generation_config.min_p == 0.3  # and is saved with the model
 
 
-def test_continuous_batching_leaves_the_weights_in_float32(tiny_model, tmp_path):
-    """With `bf16`, TRL casts the model to generate. Trained on in bfloat16, most weights would not move by 1e-6."""
+@pytest.mark.parametrize("rollouts_per_step", [1, 2])
+def test_continuous_batching_leaves_the_weights_in_float32(tiny_model, tmp_path, rollouts_per_step):
+    """
+    With `bf16`, TRL casts the model to generate. Trained on in bfloat16, most weights would not move by 1e-6. With two
+    rollouts in a step, there is a gradient while the second one is generated.
+    """
     arguments = {"rollout_func": None, "reward_funcs": even_tokens}
     steps = {"max_steps": 1, "learning_rate": 1e-6, "optim": "adamw_torch", **CONTINUOUS}
+    steps |= {"steps_per_generation": 1, "gradient_accumulation_steps": rollouts_per_step}
     trainer = make_trainer(tiny_model, tmp_path, bf16=True, trainer_arguments=arguments, **steps)
     before = snapshot(trainer.model)
     trainer.train()

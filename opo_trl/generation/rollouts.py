@@ -499,8 +499,12 @@ class RolloutTrainer(LogpsTrainer):
         misses_some = self.accelerator.gather(missing.any().unsqueeze(0))  # of each process
         if not misses_some.any():
             return logps
+        # The mask of a truncated completion may be 0 for all of its tokens. They end with the last one with a value.
+        n_ahead = (missing | (logps != 0)).flip(1).cumsum(1).flip(1)
+        mask = n_ahead.clamp(max=1).to(rollout["completion_mask"].dtype)
+        rows = cast(Batch, {**rollout, "completion_mask": mask})
         with padding.evaluating(self.model):  # without dropout
-            current, _ = self._policy_logps(rollout, batch_size=self.args.per_device_train_batch_size)
+            current, _ = self._policy_logps(rows, batch_size=self.args.per_device_train_batch_size)
         return torch.where(missing, current, logps)
 
     def _recognize_policy(self, rollout: Batch) -> Tensor:

@@ -106,19 +106,23 @@ def _log_once(adopted: Mapping[str, Any], removed: Mapping[str, Any], logged: se
 @contextmanager
 def same_tensors_afterwards(model: Any) -> Iterator[None]:
     """
-    Within this context, a model may be cast to another type. Afterwards its parameters and buffers are those that they
-    were, to the bit: the optimizer goes on with the weights that it has.
+    Within this context, a model may be cast to another type. Afterwards its parameters, their gradients and its
+    buffers are those that they were, to the bit: the optimizer goes on with the weights that it has.
     """
-    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
+    tensors = [*model.parameters()]
+    tensors += [
+        parameter.grad for parameter in tensors if parameter.grad is not None
+    ]  # of a step that is not finished
+    data_of_tensors = [(tensor, tensor.data) for tensor in tensors]
     buffers = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
     try:
         yield
     finally:
-        for parameter, data in parameters:
-            if parameter.dtype != data.dtype:
-                parameter.data = data
+        for tensor, data in data_of_tensors:
+            if tensor.dtype != data.dtype:
+                tensor.data = data
         for module, name, buffer in buffers:
             if getattr(module, name).dtype != buffer.dtype:
                 setattr(module, name, buffer)

@@ -76,8 +76,11 @@ class SaveOnInterrupt(TrainerCallback):
         # backward pass, Python handles neither. Torch's does so exactly once.
         is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ and not self._was_passed_on
         self._was_passed_on = True
-        if not is_passed_on and time.monotonic() - self._received_at > 1:
+        if time.monotonic() - self._received_at <= 1:
+            return
+        if not is_passed_on:
             signal.default_int_handler(number, frame)
+        os.write(2, b"\nThis Ctrl-C may be the one that torch's launcher passes on. Another one ends it now.\n")
 
     def on_step_end(self, args, state, control, **kwargs):
         """Agree with all processes whether one has received a signal; if so, have a checkpoint saved."""

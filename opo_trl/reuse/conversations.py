@@ -174,6 +174,7 @@ def _is_in(text: str, part: Any) -> bool:
     """
     in_json = json.dumps(part, ensure_ascii=False)
     in_ascii = json.dumps(part)
-    in_apostrophes = in_json.strip('"').replace('\\"', '"').replace("'", "\\'")
+    in_apostrophes = str(part).replace("\\", "\\\\").replace("'", "\\'")
+    in_apostrophes = in_apostrophes.replace("\n", "\\n").replace("\r", "\\r")
     forms = (str(part), in_json.strip('"'), in_ascii.strip('"'), repr(part).strip("'"), in_apostrophes)
     return any(without_white_space(form) in text for form in forms)

@@ -164,7 +164,8 @@ class ActionReader:
         self._has_types = options_of_form.get("value_parser", {}).get("name") != "text"
         # Of families that write each argument between tags.
         is_tagged = form.get("content") == "xml-inline"
-        self._argument = re.compile(options_of_form["tag_pattern"], re.DOTALL) if is_tagged else None
+        tag_pattern = options_of_form.get("tag_pattern") if is_tagged else None
+        self._argument = re.compile(tag_pattern, re.DOTALL) if tag_pattern else None
         # The tokenizer's special texts, such as those around calls and thoughts: a message has none of them in it.
         self._marks = [mark for mark in self.tokenizer.get_added_vocab() if mark.strip()]
 
@@ -207,6 +208,8 @@ class ActionReader:
         a call that does not end, and leaves out arguments that do not.
         """
         begin = self._begins.search(text)
+        if begin is None:  # the parser has found one that begins in the prompt
+            return False
         while begin is not None:
             end = self._ends.search(text, begin.end())
             if end is None:
@@ -264,12 +267,13 @@ class ActionReader:
         """
         if done.name != logged.name:
             return "another tool"
-        written = done.arguments
-        if not self._has_types:
-            written = {name: _typed(value, logged.arguments.get(name)) for name, value in written.items()}
         defaults = _defaults(logged.name, tools)
         # An argument that is null or left out counts as its declared default, if it has one.
         expected = {**defaults, **_without_nulls(logged.arguments)}
+        written = done.arguments
+        if not self._has_types:
+            written = {name: _typed(value, logged.arguments.get(name)) for name, value in written.items()}
+            written = {name: _typed(value, expected.get(name)) for name, value in written.items()}
         arguments = {**defaults, **_without_nulls(written)}
         for name in sorted(expected.keys() ^ arguments.keys()):  # the first that only one of the calls has
             return f"{name!r} is {'missing' if name in expected else 'not in the log'}"
@@ -424,7 +428,7 @@ def _pattern(form: Mapping[str, Any], side: str) -> re.Pattern[str]:
     literals = form.get(side)
     if literals is None:
         # With nothing to look for, no call has begun, and all have ended: a pattern that matches nowhere, or anywhere.
-        return re.compile(form.get(f"{side}_pattern", r"(?!)" if side == "open" else r""))
+        return re.compile(form.get(f"{side}_pattern", r"(?!)" if side == "open" else r""), re.DOTALL)
     texts = [literals] if isinstance(literals, str) else sorted(literals, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)))
 
@@ -452,7 +456,7 @@ _LFM2 = {
     "transform": {"type": "function", "function": {"name": "", "arguments": "{content}"}},
 }
 _PYTHON_PARTS = re.compile(
-    r"""(?P<text>'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|(?P<name>[\w.\-/]++)(?P<behind>\s*+[(=])?""", re.DOTALL
+    r"""(?P<text>'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+")|(?P<name>[\w.\-/$@:]++)(?P<behind>\s*+[(=])?""", re.DOTALL
 )
 _BACKSLASH = re.compile(r"\\(.)", re.DOTALL)
 _ESCAPES = frozenset("\\'\"abfnrtvxuUN01234567")  # what may follow a backslash in Python's text

@@ -273,6 +273,7 @@ def test_a_server_that_fails_meanwhile_ends_the_run(server, tiny_model, tmp_path
         ({"top_p": 0.9}, "sample without top_p=0.9"),
         ({"repetition_penalty": 1.1}, "sample without repetition_penalty=1.1"),
         ({"generation_kwargs": {"min_p": 0.1}}, "sample without min_p=0.1"),
+        ({"generation_kwargs": {"presence_penalty": 0.5}}, "sample without presence_penalty=0.5"),
     ],
     ids=str,
 )

@@ -280,7 +280,7 @@ def test_constants_of_python_are_read_as_logged(template, n_apostrophes, tmp_pat
     """LFM2's templates write `True` for true. That of LFM2.5 does not escape an apostrophe."""
     constants, apostrophe = conversation("Rome"), conversation("Oslo")
     constants["messages"][1] = call("look", city="Rome", near=[True, None], free=False)
-    apostrophe["messages"][1] = call("look", city="L'Aquila")
+    apostrophe["messages"][1] = call("look", city="L'Aquila,\tAbruzzo\n")
     with caplog.at_level(logging.WARNING):
         assert n_states(written(tmp_path, constants, apostrophe), tokenizer_of(template)) == 3 + n_apostrophes
     assert ("such that it is read as: malformed" in caplog.text) == (n_apostrophes == 0)

@@ -241,6 +241,18 @@ def test_defaults_of_tools_and_nulls_are_as_if_stated(reader):
     assert verdict(reader, logged, text) == "'breakfast' is missing"
 
 
+def test_a_default_that_a_family_writes_as_text_is_as_if_stated():
+    """Qwen3.5 writes no types, and the tool declares none here: the default has one."""
+    stars = {"enum": [1, 2], "default": 1}
+    function = {**TOOL["function"], "parameters": {"type": "object", "properties": {"stars": stars}}}
+    reader = ActionReader(tokenizer_with("qwen3_5_nothink"))
+    calls = "<tool_call>\n<function=book>\n<parameter=stars>\n{}\n</parameter>\n</function>\n</tool_call>"
+    verdicts = [
+        verdict(reader, message({}), calls.format(text) + END, [{**TOOL, "function": function}]) for text in "12"
+    ]
+    assert verdicts == [SAME, "another 'stars'"]
+
+
 def test_messages_are_alike_whatever_they_say(reader):
     logged = {"role": "assistant", "content": "Which city?"}
     assert verdict(reader, logged, "Where to?<|im_end|>") == SAME
@@ -388,6 +400,7 @@ def test_calls_of_lfm2_are_literals_of_python(template):
         assert verdict_on({"quiet": True}, f"[book(quiet={text})]") == SAME
     assert verdict_on({"a": [None, False]}, '[book(a=[null, false], b={"c": null})]') == "'b' is not in the log"
     assert verdict_on({"from": "it's"}, "[get-room(from='it\\'s')]", "get-room") == SAME
+    assert verdict_on({"$filter": [{"a:b": True}]}, "[db:find($filter=[{'a:b':true}])]", "db:find") == SAME
     assert verdict_on({"a": "x\ny\\d"}, "[book(a='x\\ny\\d')]") == SAME
     assert read(reader, "(I call it) <|tool_call_start|>[book(city='Rome'").is_malformed
     assert read(reader, f"Well, look(it){END}") == Action([], "Well, look(it)")
