@@ -479,7 +479,7 @@ class OPOConfig(ObjectiveConfig, Masked, GRPOConfig):
 # Fields that exclude unlikely tokens from sampling, with the values by which they exclude none
 CUT_OFFS: dict[str, tuple] = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
 
-# and those that change the probabilities in another way, for vLLM
+# These, and fields that change the probabilities in another way, also vLLM's own
 CHANGES_OF_SAMPLING: dict[str, tuple] = {
     **CUT_OFFS,
     "repetition_penalty": (None, 1.0),

@@ -145,9 +145,8 @@ class RolloutTrainer(LogpsTrainer):
         check_tokenizer(self.reward_funcs, tokenizer_of(self))
         for dataset in prompt_ids.datasets_with_tokens(self.train_dataset, self.eval_dataset):
             prompt_ids.check(self, dataset)
-        dropout = max(
-            (module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)), default=0.0
-        )
+        rates = [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
+        dropout = max(rates, default=0.0)
         if dropout and not self.args.is_on_policy:
             logger.warning(
                 f"Dropout of {dropout:g} becomes part of every log-ratio, as two passes of the policy differ by it "

@@ -1,5 +1,7 @@
 """Accumulation windows of any length: every epoch that they do not divide ends with a short one."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
@@ -55,13 +57,12 @@ def test_every_completion_trained_after_an_update_has_log_probabilities_from_bef
     assert n_trained == len(script.calls) * rows * steps_per_generation * iterations
 
 
-def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_path):
-    """A stream of three rollouts, two of which are an optimizer step: the third one leaves nothing behind."""
-    script = Script()
+def trained_on_a_short_stream(model: str, folder: Path, script: Script, **options) -> RecordingOPO:
+    """A trainer after three epochs of a stream of three rollouts, two of which are an optimizer step."""
     prompts = Dataset.from_dict({"prompt": ["0+0=", "1+1=", "2+2="]}).to_iterable_dataset()
-    trainer = trained(
-        tiny_model,
-        tmp_path,
+    return trained(
+        model,
+        folder,
         script=script,
         per_device_train_batch_size=GROUP,
         num_generations=GROUP,
@@ -70,7 +71,14 @@ def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_p
         max_steps=3,
         learning_rate=0.05,
         trainer_arguments={"train_dataset": prompts},
+        **options,
     )
+
+
+def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_path):
+    """The third rollout of each epoch leaves nothing behind."""
+    script = Script()
+    trainer = trained_on_a_short_stream(tiny_model, tmp_path, script)
     reference = Reference(trainer, script)
     for number, step in enumerate(trainer.steps):
         step.batches, step.losses = step.batches[-2:], step.losses[-2:]  # without those of the third rollout
@@ -81,21 +89,8 @@ def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_p
 
 def test_the_loss_of_an_epoch_is_that_of_the_steps_that_were_taken(tiny_model, tmp_path):
     """Logged at the end of each epoch of such a stream, in which the last rollout is no step."""
-    prompts = Dataset.from_dict({"prompt": ["0+0=", "1+1=", "2+2="]}).to_iterable_dataset()
-    trainer = trained(
-        tiny_model,
-        tmp_path,
-        script=Script(),
-        per_device_train_batch_size=GROUP,
-        num_generations=GROUP,
-        steps_per_generation=1,
-        gradient_accumulation_steps=2,
-        max_steps=3,
-        learning_rate=0.05,
-        logging_strategy="epoch",
-        beta=0.5,  # without it, the loss of such steps is 0
-        trainer_arguments={"train_dataset": prompts},
-    )
+    options = {"logging_strategy": "epoch", "beta": 0.5}  # without `beta`, the loss of such steps is 0
+    trainer = trained_on_a_short_stream(tiny_model, tmp_path, Script(), **options)
     losses = [sum(step.losses[-2:]) for step in trainer.steps]  # without those of the third rollout
     entries = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert entries == pytest.approx(losses, abs=1e-6)
