@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from trl.generation.vllm_generation import VLLMGeneration
 
 from opo_trl.evaluate import evaluate
+from opo_trl.generation import sampling
 
 
 OFF_POLICY = {"steps_per_generation": 4, "max_steps": 2}  # the second optimizer step is off-policy
@@ -369,6 +370,19 @@ def test_continuous_batching_leaves_the_weights_in_float32(tiny_model, tmp_path,
     trained_weights = snapshot(trainer.model)
     evaluate(trainer, Dataset.from_dict({"prompt": PROMPTS[:2]}))
     assert distance(snapshot(trainer.model), trained_weights) == 0
+
+
+def test_a_cast_for_generation_leaves_a_pending_gradient_to_the_bit(tiny_model):
+    """Cast to bfloat16 and back, the gradient of a step that is not finished would lose 16 bits of 24."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    ids = torch.arange(8)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    with sampling.same_tensors_afterwards(model):
+        model.to(torch.bfloat16)
+        assert model.lm_head.weight.grad.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, before[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("decoding", ["sampled", "greedy"])

@@ -109,11 +109,10 @@ def same_tensors_afterwards(model: Any) -> Iterator[None]:
     Within this context, a model may be cast to another type. Afterwards its parameters, their gradients and its
     buffers are those that they were, to the bit: the optimizer goes on with the weights that it has.
     """
-    tensors = [*model.parameters()]
-    tensors += [
-        parameter.grad for parameter in tensors if parameter.grad is not None
-    ]  # of a step that is not finished
-    data_of_tensors = [(tensor, tensor.data) for tensor in tensors]
+    parameters = [*model.parameters()]
+    # Of a step that is not finished
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    data_of_tensors = [(tensor, tensor.data) for tensor in (*parameters, *gradients)]
     buffers = [
         (module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
