@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from launched_processes import launch, logs
 from opo_trl import OPOTrainer
 from opo_trl.batch import Batch, concatenate, resize, take
 from opo_trl.contract import KNOWN_KEYS
+from opo_trl.groups import own_samples
 from opo_trl.resume.checkpoint import load_state
 
 
@@ -152,3 +154,11 @@ def test_entries_arrive_in_the_loss_also_of_a_resumed_run_on_two_processes(
     assert statuses == [0, 0], logs(folder)
     n_compared = [int(path.read_text()) for path in folder.glob("compared_*")]
     assert sum(n_compared) == n_left
+
+
+def test_each_process_gets_its_part_of_columns_over_all():
+    rollout = {"advantages": torch.zeros(3)}
+    columns = {"target": torch.arange(6.0), "valid": torch.tensor([True, False, True, False, True, False])}
+    parts = [own_samples(rollout, columns, SimpleNamespace(process_index=index)) for index in range(2)]
+    for name, column in columns.items():
+        assert torch.cat([part[name] for part in parts]).equal(column.float())

@@ -1,4 +1,4 @@
-"""What a reward function may be and return, and the error that names one that fails."""
+"""What a reward function may be and return, the error that names one that fails, and counts of its failures."""
 
 import functools
 import os
@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from recording_trainers import RecordingOPO, make_trainer
 
-from opo_trl.rewards.errors import RewardError
+from opo_trl.generation.failures import RewardFailures
+from opo_trl.rewards.errors import CountingReward, RewardError
 
 
 def trainer_with(tiny_model: str, folder: Path, reward_funcs) -> RecordingOPO:
@@ -164,3 +166,30 @@ def test_a_reward_checks_its_tokenizer_before_a_run(tiny_model, tmp_path):
         tiny_model, tmp_path, [checked_vocabulary, functools.partial(checked_vocabulary, tokenizer="abc")]
     )
     assert checked == [trainer.processing_class, "abc"]
+
+
+# Counts of completions that rewards fail to score
+
+
+def test_each_entry_of_the_log_counts_the_failures_since_the_one_before():
+    failures = RewardFailures()
+    reward = CountingReward()
+    taken = []
+    for timeouts, errors in ((1, 0), (0, 2), (0, 0)):
+        reward.timeouts, reward.errors = timeouts, errors
+        failures.add([reward], n_completions=8, accelerator=Accelerator(cpu=True))
+        taken.append(failures.take())
+    assert taken == [
+        {"reward/timeouts": 1, "reward/errors": 0},
+        {"reward/timeouts": 0, "reward/errors": 2},
+        {"reward/timeouts": 0, "reward/errors": 0},
+    ]
+
+
+def test_rounds_of_one_entry_are_added_up():
+    failures = RewardFailures()
+    reward = CountingReward()
+    reward.errors = 3
+    for _ in range(2):
+        failures.add([reward, lambda completions: [0.0]], n_completions=8, accelerator=Accelerator(cpu=True))
+    assert failures.take() == {"reward/timeouts": 0, "reward/errors": 6}
