@@ -65,16 +65,24 @@ class Stages:
 
     def next_runs(self, found: Results) -> list[Any]:
         """The missing runs that can be made now, of one stage; none when all are finished."""
-        first, *others = self.tuning_seeds
-        stages: Sequence[Callable[[], list[Any]]] = (
-            lambda: [self.run(setting, first, True) for setting in self.settings],
-            lambda: [self.run(setting, seed, True) for setting in self.best_few(found) for seed in others],
-            lambda: [self.run(self.chosen(found), seed, False) for seed in self.seeds],
-        )
-        for stage in stages:
-            if missing := [run for run in stage() if run not in found]:
+        for stage in (self._first_trials, self._further_trials, self._reporting):
+            if missing := [run for run in stage(found) if run not in found]:
                 return missing
         return []
+
+    def _first_trials(self, _: Results) -> list[Any]:
+        """All settings with the first tuning seed."""
+        return [self.run(setting, self.tuning_seeds[0], True) for setting in self.settings]
+
+    def _further_trials(self, found: Results) -> list[Any]:
+        """The best few of them with the other tuning seeds."""
+        pairs = product(self.best_few(found), self.tuning_seeds[1:])
+        return [self.run(setting, seed, True) for setting, seed in pairs]
+
+    def _reporting(self, found: Results) -> list[Any]:
+        """The chosen setting with the seeds that report."""
+        chosen = self.chosen(found)
+        return [self.run(chosen, seed, False) for seed in self.seeds]
 
     def reports(self, found: Results) -> list[Mapping[str, Any]]:
         """What the runs of the chosen setting measured, in the order of the seeds, if all are finished."""

@@ -63,7 +63,6 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from scipy import stats
 from transformers import AutoTokenizer, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -73,6 +72,7 @@ from recipes.agent.play import Player, success
 from recipes.agent.prepare import encode
 from recipes.agent.storeroom import HELD_OUT, KINDS
 
+from ..intervals import estimate
 from ..losses.objectives.report import shown
 from ..many_runs import options, read_command_line
 from ..pages import table
@@ -201,16 +201,9 @@ def make_data() -> None:
 # The rule
 
 
-def interval(gains: Sequence[float]) -> tuple[float, float]:
-    """Of the mean, 95 %, two-sided."""
-    gains = np.array(gains)
-    half = stats.t.ppf(0.975, len(gains) - 1) * gains.std(ddof=1) / len(gains) ** 0.5
-    return gains.mean() - half, gains.mean() + half
-
-
 def verdict(gains: Sequence[float]) -> str:
     """What the rule says of the gains of pivots over SFT on the held-out kind, in points, by seed."""
-    low, high = interval(gains)
+    low, high = estimate(gains).interval
     if low > 0:
         return "pivots win more games of the held-out kind than SFT on the successful games."
     if high < 0:
@@ -222,7 +215,7 @@ def simulate(gain: float, spread: float, trials: int = 4000) -> float:
     """Share of cases in which the rule finds a gain, if gains differ between seeds by a standard deviation."""
     random = np.random.default_rng(0)
     drawn = random.normal(gain, spread, (trials, len(SEEDS)))
-    return fmean(interval(gains)[0] > 0 for gains in drawn)
+    return fmean(estimate(gains).interval[0] > 0 for gains in drawn)
 
 
 # The page

@@ -292,7 +292,8 @@ def explored(arm: str, regime: str, found: Found) -> tuple[list[Run], tuple[floa
         if chosen[0] not in (min(rates), max(rates)):
             return [], chosen, False
         if extension < EXTENSIONS:
-            rates = sorted([*rates, chosen[0] / 2 if chosen[0] == min(rates) else chosen[0] * 2])
+            beyond = chosen[0] / 2 if chosen[0] == min(rates) else chosen[0] * 2
+            rates = sorted([*rates, beyond])
     return [], chosen, True
 
 
@@ -419,8 +420,8 @@ def _is_ahead(gain: np.ndarray, regimes: int) -> bool:
 
 
 def _bound(gain: np.ndarray) -> float:
-    n = len(gain)
-    return float(gain.mean() - stats.t.ppf(0.95, n - 1) * gain.std(ddof=1) / n**0.5)
+    test = stats.ttest_1samp(gain, 0, alternative="greater")
+    return float(test.confidence_interval(0.95).low)
 
 
 # Standard deviations of sampled accuracy in points over seeds, of ten or six runs of earlier experiments each
@@ -447,9 +448,15 @@ def simulate(ahead: float, behind: float, trials: int = 2000) -> float:
 # The page
 
 
+def _is_done(cell: tuple[str, str], found: Found) -> bool:
+    """Whether all runs that report on a form in a regime are finished."""
+    runs = reports(*cell, found)
+    return bool(runs) and all(run in found for run in runs)
+
+
 def page(found: Found) -> str:
     """The finished cells as a page, and the decision once all that it needs is finished."""
-    done = {each: runs for each in cells() if (runs := reports(*each, found)) and all(run in found for run in runs)}
+    done = {each: reports(*each, found) for each in cells() if _is_done(each, found)}
     reached = {each: 100 * np.array([found[run]["sampled"] for run in runs]) for each, runs in done.items()}
     text, arms = [_INTRODUCTION], [arm for arm in ARMS if any((arm, regime) in done for regime in REGIMES)]
     cells_of = {
@@ -518,16 +525,18 @@ it may be 5 points behind. The last rows are directions."""
 def again(jobs: int) -> int:
     """Make the first two reporting runs of each finished cell again, and print those that differ from the record."""
     found, file = read(Run, RECORD), Path("runs/again.jsonl")
-    wanted = [
-        run
-        for each in cells()
-        if all(run in found for run in reports(*each, found))
-        for run in reports(*each, found)[:2]
-    ]
+    wanted: list[Run] = []
+    for each in cells():
+        if _is_done(each, found):
+            wanted += reports(*each, found)[:2]
     status = run_missing([lambda: [run for run in wanted if run not in read(Run, file)]], train, file, jobs)
     made = read(Run, file)
     measured = ("sampled", "greedy")
-    differing = [run for run in wanted if run in made and any(made[run][m] != found[run][m] for m in measured)]
+
+    def differs(run: Run) -> bool:
+        return any(made[run][measure] != found[run][measure] for measure in measured)
+
+    differing = [run for run in wanted if run in made and differs(run)]
     for run in differing:
         print(run, *(f"{m} {found[run][m]} → {made[run][m]}" for m in measured))
     print(f"{len(wanted)} runs, of which {len(differing)} differ.")

@@ -68,7 +68,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
@@ -121,6 +121,9 @@ METHODS = ("OPO", "r − r̄, bounded", "GSPO", "TOPR", "SFT", "DPO")
 CONFIRMED, FRESH = ("OPO", "OPO, μ = 0.03", "r − r̄, bounded"), tuple(range(421, 431))
 PARTS = tuple(name for name in OBJECTIVES if name not in METHODS)
 
+Rows = list[dict[str, Any]]
+Reports = Sequence[Mapping[str, Any]]  # what the runs of a setting measured, in the order of the seeds
+
 
 @dataclass(frozen=True)
 class Task:
@@ -145,8 +148,8 @@ class Task:
     max_tokens: int
     rates: tuple[float, ...]
     epochs: tuple[int, ...]
-    problems: Callable[[], tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]]
-    rewards: Callable[[list[str], list[dict[str, Any]]], list[float]]
+    problems: Callable[[], tuple[Rows, Rows, Rows]]
+    rewards: Callable[[list[str], Rows], list[float]]
     prompts: int = PROMPTS
     in_a_row: bool = False
     batch: int = sys.maxsize
@@ -164,10 +167,12 @@ class Task:
         tokenizer, generator = AutoTokenizer.from_pretrained(self.base), torch.Generator().manual_seed(seed)
         sampled: list[tuple[list[int], list[float]]] = []
         for first in range(0, len(problems), self.batch):
+            batch = problems[first : first + self.batch]
+            prompts = [tokenizer(problem["problem"])["input_ids"] for problem in batch]
             with torch.no_grad():
                 tokens, logps = sample(
                     policy,
-                    [tokenizer(problem["problem"])["input_ids"] for problem in problems[first : first + self.batch]],
+                    prompts,
                     max_tokens=self.max_tokens,
                     temperature=temperature,
                     eos=torch.tensor([tokenizer.eos_token_id]),
@@ -195,9 +200,6 @@ class Task:
             name: fmean(row["reward"] for row in self.complete(problems, seed=draws, temperature=t, weights=weights))
             for name, t in (("sampled", 1.0), ("greedy", 1e-4))
         }
-
-
-Rows = list[dict[str, Any]]
 
 
 def _arithmetic_problems() -> tuple[Rows, Rows, Rows]:
@@ -234,32 +236,40 @@ def _addition_rewards(texts: list[str], problems: Rows) -> list[float]:
 
 
 PRETRAINED = "addition"
+_ARITHMETIC = Task(
+    EMBEDDED_MODELS["arithmetic"],
+    MAX_TOKENS,
+    (2.5e-5, 5e-5, 1e-4, 2e-4),
+    (1, 4),
+    _arithmetic_problems,
+    _arithmetic_rewards,
+)
+_SPELLING = Task(
+    EMBEDDED_MODELS["spelling"],
+    16,
+    (5e-5, 1e-4, 2e-4, 4e-4),
+    (1, 4, 16),
+    _spelling_problems,
+    _spelling_rewards,
+)
+_ADDITION = Task(
+    str(real_model.MODEL),
+    6,
+    real_model.RATES,
+    (1, 4),
+    _addition_problems,
+    _addition_rewards,
+    prompts=128,
+    batch=BATCH,
+    tuning_seeds=TUNING_SEEDS[:2],
+    seeds=SEEDS[:6],
+    few=2,
+    parts=("OPO, μ = 0.03",),
+)
 TASKS = {
-    "arithmetic": Task(
-        EMBEDDED_MODELS["arithmetic"],
-        MAX_TOKENS,
-        (2.5e-5, 5e-5, 1e-4, 2e-4),
-        (1, 4),
-        _arithmetic_problems,
-        _arithmetic_rewards,
-    ),
-    "spell_backward": Task(
-        EMBEDDED_MODELS["spelling"], 16, (5e-5, 1e-4, 2e-4, 4e-4), (1, 4, 16), _spelling_problems, _spelling_rewards
-    ),
-    PRETRAINED: Task(
-        str(real_model.MODEL),
-        6,
-        real_model.RATES,
-        (1, 4),
-        _addition_problems,
-        _addition_rewards,
-        prompts=128,
-        batch=BATCH,
-        tuning_seeds=TUNING_SEEDS[:2],
-        seeds=SEEDS[:6],
-        few=2,
-        parts=("OPO, μ = 0.03",),
-    ),
+    "arithmetic": _ARITHMETIC,
+    "spell_backward": _SPELLING,
+    PRETRAINED: _ADDITION,
 }
 
 
@@ -356,12 +366,14 @@ def train(run: Run) -> dict[str, Any]:
 
 def stages(task: str, method: str) -> Stages:
     """The runs of a method on a task."""
+    its = TASKS[task]
+    settings = list(product(its.rates, its.epochs))
     return Stages(
         lambda setting, seed, tuning: Run(task, method, *setting, seed, tuning),
-        list(product(TASKS[task].rates, TASKS[task].epochs)),
-        TASKS[task].tuning_seeds,
-        TASKS[task].seeds,
-        TASKS[task].few,
+        settings,
+        its.tuning_seeds,
+        its.seeds,
+        its.few,
     )
 
 
@@ -408,24 +420,37 @@ def _few(found: dict[Run, dict[str, Any]]) -> str:
     )
 
 
+def _points_ahead(runs: Reports, others: Reports) -> list[float]:
+    """By how many points of sampled accuracy runs are ahead of others, paired by seed."""
+    return [100 * (run["sampled"] - other["sampled"]) for run, other in zip(runs, others, strict=True)]
+
+
+def _kept(differences: Mapping[Any, list[float]]) -> Collection[Any]:
+    """The comparisons whose mean difference is not 0, after Holm's correction."""
+    return holm({each: float(stats.ttest_1samp(gain, 0).pvalue) for each, gain in differences.items()})
+
+
+def _marked(gain: list[float], is_kept: bool) -> str:
+    """A mean difference with its interval, and a star if it stays after the correction."""
+    return shown(gain, signed=True) + (" \\*" if is_kept else "")
+
+
+def _accuracies(runs: Reports) -> list[str]:
+    """Sampled and greedy accuracy of runs, in %."""
+    return [shown([100 * run[measure] for run in runs]) for measure in ("sampled", "greedy")]
+
+
 def _confirmation(measured: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
     new = CONFIRMED[1]
-    differences = {
-        (task, other): [
-            100 * (own["sampled"] - its["sampled"])
-            for own, its in zip(measured[task, new], measured[task, other], strict=True)
-        ]
-        for task, other in product(EMBEDDED, CONFIRMED)
-        if other != new
-    }
-    kept = holm({each: float(stats.ttest_1samp(gain, 0).pvalue) for each, gain in differences.items()})
+    differences = {}
+    for task, other in product(EMBEDDED, CONFIRMED):
+        if other != new:
+            differences[task, other] = _points_ahead(measured[task, new], measured[task, other])
+    kept = _kept(differences)
     rows = []
     for task, name in product(EMBEDDED, CONFIRMED):
-        gain = ""
-        if name != new:
-            gain = shown(differences[task, name], signed=True) + (" \\*" if (task, name) in kept else "")
-        reached = (shown([100 * run[what] for run in measured[task, name]]) for what in ("sampled", "greedy"))
-        rows.append([task, name, *reached, gain])
+        gain = "" if name == new else _marked(differences[task, name], (task, name) in kept)
+        rows.append([task, name, *_accuracies(measured[task, name]), gain])
     header = ("", "", "sampled", "greedy", f"{new}, less this, sampled")
     said = f"Seeds {FRESH[0]} to {FRESH[-1]}; \\* after Holm's correction for these four comparisons."
     return f"## The default with `rollouts`\n\n{said}\n\n{table(header, rows)}\n"
@@ -434,23 +459,20 @@ def _confirmation(measured: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
 def _table(task: str, found: dict[Run, dict[str, Any]]) -> str:
     finished = [*METHODS, *(name for name in TASKS[task].parts if not stages(task, name).next_runs(found))]
     reports = {name: stages(task, name).reports(found) for name in finished}
-    differences = {
-        name: [100 * (mine["sampled"] - own["sampled"]) for mine, own in zip(runs, reports["OPO"], strict=True)]
-        for name, runs in reports.items()
-        if name != "OPO"
-    }
-    compared = {name: gain for name, gain in differences.items() if name in METHODS}
-    kept = holm({name: float(stats.ttest_1samp(gain, 0).pvalue) for name, gain in compared.items()})
+    others = [name for name in finished if name != "OPO"]
+    differences = {name: _points_ahead(reports[name], reports["OPO"]) for name in others}
+    kept = _kept({name: gain for name, gain in differences.items() if name in METHODS})
     shown_cost = {"steps": "steps", "seconds": "processor seconds"}
     if task == PRETRAINED:  # its code became faster between the runs
         del shown_cost["seconds"]
     rows = []
-    for name, runs in sorted(reports.items(), key=lambda item: -fmean(run["sampled"] for run in item[1])):
+    mean = {name: fmean(run["sampled"] for run in runs) for name, runs in reports.items()}
+    for name in sorted(reports, key=mean.__getitem__, reverse=True):
+        runs = reports[name]
         rate, epochs = stages(task, name).chosen(found)
-        row = [name, f"{rate:.2g}, {epochs}", *(shown([100 * r[m] for r in runs]) for m in ("sampled", "greedy"))]
-        gain = shown(differences[name], signed=True) + (" \\*" if name in kept else "") if name != "OPO" else ""
-        spent = [f"{fmean(run[name] for run in runs):.0f}" for name in shown_cost]
-        rows.append([*row, gain, *spent])
+        gain = "" if name == "OPO" else _marked(differences[name], name in kept)
+        spent = [f"{fmean(run[cost] for run in runs):.0f}" for cost in shown_cost]
+        rows.append([name, f"{rate:.2g}, {epochs}", *_accuracies(runs), gain, *spent])
     header = ["", "learning rate, epochs", "sampled", "greedy", "sampled, less OPO's", *shown_cost.values()]
     return table(header, rows)
 

@@ -63,6 +63,7 @@ from opo_trl.command.callbacks import Validation
 from opo_trl.command.train import prepare
 from opo_trl.evaluate import Evaluation, evaluate
 
+from ..intervals import estimate
 from ..many_runs import options, read_command_line
 from ..pages import table
 from ..staged import Stages, holm, read, run_missing
@@ -270,8 +271,9 @@ def seconds_to(accuracy: float, run: Mapping[str, Any]) -> float:
     """Processor seconds until a run has a sampled accuracy, between measurements on a line; NaN if it never has."""
     for place, (before, after) in enumerate(pairwise(run["curve"])):
         if after >= accuracy:
-            share = (place + (accuracy - before) / (after - before)) / (len(run["curve"]) - 1)
-            return share * run["seconds"]
+            part = (accuracy - before) / (after - before)  # of the way to the next measurement
+            n_parts = len(run["curve"]) - 1
+            return (place + part) / n_parts * run["seconds"]
     return math.nan
 
 
@@ -281,8 +283,9 @@ def _seconds_table(task: str, found: dict[Run, dict[str, Any]]) -> str:
         own, trl = ([seconds_to(accuracy, r) for r in stages(name, task).reports(found)] for name in ("OPO", "GRPO"))
         both = [(a, b) for a, b in zip(own, trl, strict=True) if not math.isnan(a + b)]
         ratio = [math.log(a / b) for a, b in both]
-        half = stats.t.ppf(0.975, len(ratio) - 1) * stats.sem(ratio)
-        interval = "{:.2f} [{:.2f}, {:.2f}]".format(*(math.exp(fmean(ratio) + way * half) for way in (0, -1, 1)))
+        log_ratio = estimate(ratio)
+        mean, low, high = (math.exp(value) for value in (log_ratio.mean, *log_ratio.interval))
+        interval = f"{mean:.2f} [{low:.2f}, {high:.2f}]"
         cells = (f"{fmean(value for value in each if not math.isnan(value)):.0f}" for each in (own, trl))
         rows.append([f"{accuracy:.0%}", *cells, interval, f"{len(both)} of {len(own)}"])
     header = ["sampled accuracy", "OPO with replay", "GRPO", "ratio", "seeds that reach it"]
@@ -294,7 +297,8 @@ def _row(name: str, task: str, gain: str, runs: list[Any]) -> list[str]:
     tried = f"{rate:.0e}" + (" (end of the range)" if rate in (min(RATES), max(RATES)) else "")
     steps = f"{REPORT * passes}{', replay' if passes > 2 else ''}"
     over_run, *at_end = (shown([100 * run[measure] for run in runs]) for measure in MEASURES)
-    curve = " ".join(f"{100 * fmean(points):.0f}" for points in zip(*(run["curve"] for run in runs), strict=True))
+    measurements = zip(*(run["curve"] for run in runs), strict=True)
+    curve = " ".join(f"{100 * fmean(of_runs):.0f}" for of_runs in measurements)
     seconds = f"{fmean(run['seconds'] for run in runs):.0f}"
     return [name, steps, tried, over_run, gain, curve, *at_end, seconds]
 

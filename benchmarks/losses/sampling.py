@@ -19,7 +19,8 @@ def sample(
     """Tokens of a completion of each prompt, and their log-probabilities, `[B, T]`; after `eos` they do not count."""
     width, pad = max(map(len, prompts)), int(eos[0])  # any: padding is masked
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    mask = (torch.arange(width) >= width - lengths.unsqueeze(1)).long()
     position = (mask.cumsum(dim=1) - 1).clamp(min=0)
     done, cache = torch.zeros(len(prompts), dtype=torch.bool), None
     tokens: list[Tensor] = []

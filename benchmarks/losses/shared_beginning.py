@@ -46,19 +46,23 @@ def shared_pass(
     n_prompt_columns = source.size(1) - completion.size(1)
     segment = pad(completion, (n_prompt_columns, 0))  # 0 for a prompt
     is_prompt = (source >= 0) & (segment == 0)
-    prompts = [input_ids.flatten()[own[of_prompt]].tolist() for own, of_prompt in zip(source, is_prompt, strict=True)]
-    beginning = is_prompt & (torch.arange(source.size(1)) < (_common(prompts) if len(prompts) > 1 else 0))
+    tokens = input_ids.flatten()
+    prompts = [tokens[own[of_prompt]].tolist() for own, of_prompt in zip(source, is_prompt, strict=True)]
+    n_common = _common(prompts) if len(prompts) > 1 else 0
+    beginning = is_prompt & (torch.arange(source.size(1)) < n_common)
     kept = (source >= 0) & ~beginning
     kept[0] |= beginning[0]
     prompt = torch.arange(len(source)).unsqueeze(1).expand_as(source)[kept]
     source, segment, beginning = source[kept], segment[kept], beginning[kept]
     own_completion = (segment.unsqueeze(1) == segment) | (segment == 0)
     seen = beginning | ((prompt.unsqueeze(1) == prompt) & own_completion)
+    mask = seen.tril()[None, None]
     wanted = labels.flatten()[source].unsqueeze(0)
+    positions = position_ids.flatten()[source].unsqueeze(0)
     outputs = model(
-        input_ids=input_ids.flatten()[source].unsqueeze(0),
-        attention_mask=seen.tril()[None, None],
-        position_ids=position_ids.flatten()[source].unsqueeze(0),
+        input_ids=tokens[source].unsqueeze(0),
+        attention_mask=mask,
+        position_ids=positions,
         labels=wanted,
         **options,
     )

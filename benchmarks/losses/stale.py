@@ -194,11 +194,13 @@ def accuracies(model: Any, tokenizer: Any, *, for_tuning: bool = False, draws: i
     policy.load_state_dict(model.state_dict(), strict=False)
     problems = list(make_problems("test", [LEVEL]))
     problems = problems[TEST_PROBLEMS:] if for_tuning else problems[:TEST_PROBLEMS]
-    solutions, found = [problem["solution"] for problem in problems], {}
+    solutions = [problem["solution"] for problem in problems]
+    prompts = [tokenizer(problem["problem"])["input_ids"] for problem in problems]
+    found = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 1e-4)):
         tokens, _ = sample(
             policy,
-            [tokenizer(problem["problem"])["input_ids"] for problem in problems],
+            prompts,
             max_tokens=MAX_TOKENS,
             temperature=temperature,
             eos=torch.tensor([tokenizer.eos_token_id]),

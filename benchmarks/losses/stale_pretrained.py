@@ -214,7 +214,8 @@ def is_finished(task: str, found: Found) -> bool:
     """Whether all arms of a task have reported."""
     arms = reporting(task, found)
     wanted = [run for arm in arms for run in reports(arm, task, found)]
-    return len(wanted) == (len(CANDIDATES) + 2) * len(SEEDS) and all(run in found for run in wanted)
+    n_expected = (len(CANDIDATES) + 2) * len(SEEDS)
+    return len(wanted) == n_expected and all(run in found for run in wanted)
 
 
 def is_recommended(arm: str, task: str, found: Found) -> bool:
@@ -271,8 +272,12 @@ def _accuracies(task: str, found: Found) -> str:
     rows = []
     for arm in reporting(task, found):
         runs = reports(arm, task, found)
-        setting = f"{runs[0].learning_rate:.2g}{f', {runs[0].own:g}' if ARMS[arm].own else ''}"
-        rows.append([arm, setting, *(shown([100 * found[run][m] for run in runs]) for m in ("sampled", "greedy"))])
+        clip_range = f", {runs[0].own:g}" if ARMS[arm].own else ""
+        cells = [arm, f"{runs[0].learning_rate:.2g}{clip_range}"]
+        for measure in ("sampled", "greedy"):
+            accuracies = [100 * found[run][measure] for run in runs]
+            cells.append(shown(accuracies))
+        rows.append(cells)
     return table(["", "learning rate, clip range", "sampled", "greedy"], rows)
 
 

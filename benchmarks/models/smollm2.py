@@ -60,6 +60,10 @@ def make_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _first_line(completion: str) -> str:
+    return completion.partition("\n")[0].strip()
+
+
 def print_completions(run: Path) -> None:
     """Print validation problems of a run, with the first and the last answer to each."""
     answers: dict[str, list[dict]] = {}
@@ -67,7 +71,7 @@ def print_completions(run: Path) -> None:
         answers.setdefault(line["prompt"], []).append(line)
     for prompt, lines in answers.items():
         asked = prompt.rpartition("\n")[2]
-        before, after = (line["completion"].partition("\n")[0].strip() for line in (lines[0], lines[-1]))
+        before, after = (_first_line(line["completion"]) for line in (lines[0], lines[-1]))
         print(f"{asked}  before: {before!r}, after: {after!r}")
 
 

@@ -193,14 +193,10 @@ def _beside_grpo(line: Mapping[str, Any]) -> Iterator[list[str]]:
     theirs = line[METHODS[0]]
     for name, shown in SHOWN.items():
         own = line[name]
-        time = own["time"]
-        yield [
-            shown,
-            f"{tokens_of(own) / tokens_of(theirs):.3f}",
-            f"{time['median']:.3f} ({time['low']:.3f}–{time['high']:.3f})",
-            f"{own['bytes'] / theirs['bytes']:.3f}",
-            f"{theirs['seconds']:.1f}",
-        ]
+        tokens_ratio = tokens_of(own) / tokens_of(theirs)
+        bytes_ratio = own["bytes"] / theirs["bytes"]
+        time = "{median:.3f} ({low:.3f}–{high:.3f})".format(**own["time"])
+        yield [shown, f"{tokens_ratio:.3f}", time, f"{bytes_ratio:.3f}", f"{theirs['seconds']:.1f}"]
 
 
 def _family_table() -> str:

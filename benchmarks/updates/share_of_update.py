@@ -60,22 +60,21 @@ class Case:
     rollouts: int  # the first is not counted
 
 
-CASES = {
-    "embedded model, `Level 3`": Case(
-        arithmetic.base_model_path,
-        lambda: list(arithmetic.make_problems("train", ["Level 3"])),
-        arithmetic.arithmetic_reward,
-        {"per_device_train_batch_size": 96, "max_completion_length": 40, "learning_rate": 1e-4},
-        rollouts=9,
-    ),
-    "SmolLM2-135M, `addition`": Case(
-        lambda: SMOLLM2,
-        lambda: list(few_shot.make_problems("train", ["addition"])),
-        few_shot.first_line_reward,
-        {"per_device_train_batch_size": 48, "max_completion_length": 6, "learning_rate": 1e-5},
-        rollouts=3,
-    ),
-}
+_EMBEDDED = Case(
+    arithmetic.base_model_path,
+    lambda: list(arithmetic.make_problems("train", ["Level 3"])),
+    arithmetic.arithmetic_reward,
+    {"per_device_train_batch_size": 96, "max_completion_length": 40, "learning_rate": 1e-4},
+    rollouts=9,
+)
+_PRETRAINED = Case(
+    lambda: SMOLLM2,
+    lambda: list(few_shot.make_problems("train", ["addition"])),
+    few_shot.first_line_reward,
+    {"per_device_train_batch_size": 48, "max_completion_length": 6, "learning_rate": 1e-5},
+    rollouts=3,
+)
+CASES = {"embedded model, `Level 3`": _EMBEDDED, "SmolLM2-135M, `addition`": _PRETRAINED}
 
 
 class Clock:

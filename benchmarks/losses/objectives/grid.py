@@ -85,8 +85,6 @@ def _cell(push: str, weight: str, pull_back: str) -> tuple[str, type[Composed]]:
     return name, type(name, (Composed,), own)
 
 
-CELLS = dict(
-    _cell(*parts)
-    for parts in (*itertools.product(PUSHES, WEIGHTS, PULL_BACKS), *((push, "clipped", "none") for push in PUSHES))
-)
+_PARTS = [*itertools.product(PUSHES, WEIGHTS, PULL_BACKS), *itertools.product(PUSHES, ["clipped"], ["none"])]
+CELLS = dict(_cell(*parts) for parts in _PARTS)
 globals().update(CELLS)  # pickle finds a class by its name in its module

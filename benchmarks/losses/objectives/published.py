@@ -107,7 +107,8 @@ class SPO(Objective):
 
     def terms(self, log_ratio, weights, samples):
         ratio, advantage = samples.log_ratios.exp(), samples.spread(samples.target)
-        penalty = advantage.abs() / (2 * self.radius) * self.size(samples) * (ratio - 1).square()
+        coefficient = advantage.abs() / (2 * self.radius) * self.size(samples)
+        penalty = coefficient * (ratio - 1).square()
         return tuple(weights * self.reduce(samples.sum(x), samples) for x in (-ratio * advantage, penalty))
 
     def size(self, samples):
