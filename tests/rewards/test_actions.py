@@ -196,6 +196,8 @@ def test_calls_come_in_any_order_and_each_counts_once(reader):
     assert verdict(reader, logged, turn(rome)) == "1 calls, not 2"
     other_tool = written(rome, "look") + END
     assert verdict(reader, message(rome), other_tool) == "another tool"
+    logged["tool_calls"][1:] = message(oslo, "look")["tool_calls"]
+    assert verdict(reader, logged, turn({"city": "Bonn"}, {"town": "Bonn"})) == "another 'city'"  # of the first two
 
 
 def test_calls_that_only_have_to_overlap_come_in_any_order(reader):
@@ -491,7 +493,6 @@ def test_a_response_template_of_ones_own_is_used():
     assert read(reader, '!{"name": "book", "arguments": {}').is_malformed
     assert read(reader, 'Yes; !{"name": "book", "arguments": {}}').is_malformed
     assert read(reader, "book<|im_end|>") == Action([], "book")
-    assert read(reader, " \n<|im_end|>").is_malformed
 
 
 def test_without_a_tokenizer_the_error_says_how_to_give_one():
