@@ -268,7 +268,8 @@ class Reference:
 
     def _age(self, log_ratio: Tensor) -> float:
         """The bounded weight of a completion for the policy's distance to the one that generated it."""
-        if self.args.num_iterations > 1 and self.args.ratio_form != "truncated":
+        are_reused = self.args.num_iterations > 1 or self.args.prefetch_rollouts > 0
+        if are_reused and self.args.ratio_form != "truncated":
             return min(math.exp(log_ratio.item()), 2.0)
         return 1.0
 

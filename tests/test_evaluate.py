@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 from device_fields import CONTINUOUS, SMALL
 from launched_processes import launch, logs
-from scripted_rollouts import even_tokens
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
@@ -280,6 +279,11 @@ def test_overrides_of_a_subclass_act_in_evaluation(tiny_model, tmp_path):
     assert result.scored == 7
 
 
+def size(completions, solution, **columns) -> list[float | None]:
+    """The number in the solution; no score for 0."""
+    return [float(text) or None for text in solution]
+
+
 def counts_of_training(trainer: OPOTrainer) -> tuple[int, int, dict]:
     """Tokens that the model has seen, completions that it has generated, and metrics that are not logged yet."""
     metrics = dict(trainer._metrics["train"])
@@ -289,13 +293,16 @@ def counts_of_training(trainer: OPOTrainer) -> tuple[int, int, dict]:
 def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_path):
     """Several batches: after the first one, TRL's continuous batching leaves the model in training mode."""
     settings = {"per_device_eval_batch_size": 4, "num_generations_eval": 2, "max_steps": 1, **CONTINUOUS}
-    trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=even_tokens, **settings)
+    trainer = make_trainer(tiny_model, str(tmp_path), reward_funcs=size, reward_weights=[0.5], **settings)
     trainer.train()
     before = counts_of_training(trainer)
+    trainer._metrics["eval"]["left"].append(1.0)  # by an evaluation that was interrupted
     four_problems = PROBLEMS.select(range(4))
     trainer.evaluate(four_problems)
-    metrics = {"eval_loss", "eval_completions/mean_length", "eval_reward", "eval_opo/mu"}
-    assert metrics <= trainer.state.log_history[-1].keys()
+    entry = trainer.state.log_history[-1]
+    assert {"eval_loss", "eval_completions/mean_length", "eval_opo/mu"} <= entry.keys()
+    assert "eval_left" not in entry
+    assert (entry["eval_reward"], entry["eval_rewards/size/mean"]) == (1, 2)  # the first problem has no score
     assert counts_of_training(trainer) == before
     assert not trainer.model.training
     assert trainer._reports == []

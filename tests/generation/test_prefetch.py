@@ -192,7 +192,9 @@ def observed(trainer: RecordingOPO) -> Script:
     return script
 
 
-@pytest.mark.parametrize("options", [{"num_iterations": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_iterations": 2}, {"ratio_form": "log"}, pytest.param({}, marks=pytest.mark.slow)], ids=str
+)
 def test_gradients_are_those_of_completions_of_the_older_policy(server, tiny_model, tmp_path, options):
     trainer = make_trainer(tiny_model, tmp_path, **fields(server.server_port, **options))
     trainer.train()

@@ -184,6 +184,9 @@ def test_solved_groups_and_large_ratios_of_old_completions_are_healthy():
     log = scripted(opo__frac_zero_drive=at_end(0.4, 0.81), opo__chi2=off_policy(90))
     assert poor_metrics(log, max_staleness=0) == ["opo/chi2"]
     assert poor_metrics(log, max_staleness=8) == []
+    few = scripted(opo__ratio__ess=off_policy(0.2, on_policy=1))
+    assert poor_metrics(few, max_staleness=0) == ["opo/ratio/ess"]
+    assert poor_metrics(few, max_staleness=8) == []
 
 
 def test_figures_of_a_healthy_run_are_said_in_plain_words():
@@ -213,6 +216,14 @@ def test_bounds_depend_on_settings():
         high = {diagnostic.name: diagnostic.high for diagnostic in diagnostics(settings)}
         assert high["truncated"] == truncated
         assert high["clipped"] == clipped
+    every = {diagnostic.name for diagnostic in diagnostics({})}
+    cases = [
+        ({"mu": 0.0}, {"χ²", "pull-back"}),
+        ({"mu": None, "chi2_radius": 0.1}, set()),
+        ({"rollouts": "logs"}, {"χ²"}),
+    ]
+    for settings, left_out in cases:
+        assert {diagnostic.name for diagnostic in diagnostics(settings)} == every - left_out
 
 
 def test_non_finite_values_and_short_logs_give_no_verdict():
@@ -234,8 +245,10 @@ def test_trend_is_that_of_least_squares():
     assert trend([0.5] * 6) == (0, 0)
 
 
-def test_overlapping_validations_are_undecided():
-    verdicts = judge(scripted(validated=(0.4, 0.5)), SETTINGS)
+@pytest.mark.parametrize("validated", [(0.4, 0.55), (0.55, 0.4)])
+def test_overlapping_validations_are_undecided(validated):
+    """The accuracy of each is outside the interval of the other."""
+    verdicts = judge(scripted(validated=validated), SETTINGS)
     assert verdicts[-1].healthy is None
     assert "too early to say, the intervals overlap" in verdicts[-1].sentence
     assert conclusion(verdicts) == "Healthy: 16 of 17 diagnostics. Too early to say: `validation/accuracy`."

@@ -241,13 +241,21 @@ def test_trajectories_that_begin_alike_are_held_out_together(tokenizer, tmp_path
         row = conversation(city)
         row["messages"][2]["content"] = "Nothing is known."
         rows.append(row)
-    splits = to_pivots(written(tmp_path, *rows), tokenizer, test_fraction=0.3, seed=1)
+    source = written(tmp_path, *rows)
+    splits = to_pivots(source, tokenizer, test_fraction=0.3, seed=1)
     trained, held_out = tasks_of(splits["train"]), tasks_of(splits["test"])
+    assert tasks_of(to_pivots(source, tokenizer, test_fraction=0.3, seed=2)["test"]) != held_out
     assert len(held_out) == 3
     assert len(trained) == 7
     assert trained.isdisjoint(held_out)
     with pytest.raises(ValueError, match="leaves none to train on"):
         to_pivots(written(tmp_path, rows[0]), tokenizer, test_fraction=0.3)
+
+
+def test_with_other_tools_it_is_another_task(tokenizer, tmp_path):
+    rows = [conversation("Rome", f"look_{number}") for number in range(4)]
+    splits = to_pivots(written(tmp_path, *rows), tokenizer, test_fraction=0.25)
+    assert (len(splits["train"]), len(splits["test"])) == (6, 2)
 
 
 def test_a_greeting_is_no_beginning(tokenizer, tmp_path):

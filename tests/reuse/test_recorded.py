@@ -376,12 +376,15 @@ def test_completions_of_another_model_pull_without_a_signal(tiny_model, tmp_path
 
 
 def test_recorded_rewards_are_those_of_the_run_whatever_its_weights(tiny_model, tmp_path):
-    both = {
-        "trainer_arguments": {**GENERATES, "reward_funcs": [even_tokens, even_tokens]},
-        "reward_weights": [0.0, 2.0],
-    }
+    def but_the_first(completion_ids, **columns):
+        return [None, *even_tokens(completion_ids)[1:]]
+
+    functions = {"reward_funcs": [but_the_first, but_the_first]}
+    both = {"trainer_arguments": {**GENERATES, **functions}, "reward_weights": [0.0, 2.0]}
     run = trained(tiny_model, tmp_path / "run", save_rollouts=True, **STEPS | {"max_steps": 1}, **both)
-    both["trainer_arguments"] = {"reward_funcs": [even_tokens, even_tokens]}
+    recorded_rewards = [row["reward"] for row in rows_of(tmp_path / "run" / "rollouts")]
+    assert [reward is None for reward in recorded_rewards] == [True] + [False] * 15
+    both["trainer_arguments"] = functions
     again = replayed(tiny_model, tmp_path / "again", tmp_path / "run" / "rollouts", max_steps=1, **both)
     (log,) = logged(run)
     (log_again,) = logged(again)

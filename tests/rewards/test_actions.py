@@ -1,6 +1,7 @@
 """`action_reward`: the near-misses of docs/pivots.md, what a model may write, and chat templates of all families."""
 
 import json
+import math
 import re
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,7 @@ def test_near_misses_of_the_page_are_numbered_from_1_to_20():
     [
         "",
         "<|im_end|>",
+        "Hi.<|endoftext|>Hi.<|im_end|>",
         "<think>\nI call\n</think>\n\n<|im_end|>",
         "<think>\nI never stop",
         "<think>\n" + written({"city": "Rome"}),
@@ -182,6 +184,7 @@ def test_whole_numbers_are_exact_and_others_nearly(reader):
     assert is_same(0.1 + 0.2, 0.3)
     assert is_same(1e300, 1e300)
     assert not is_same(0, 1e-9)
+    assert is_same(math.nan, math.nan)
 
 
 def test_calls_come_in_any_order_and_each_counts_once(reader):
@@ -193,6 +196,8 @@ def test_calls_come_in_any_order_and_each_counts_once(reader):
     assert verdict(reader, logged, turn(rome)) == "1 calls, not 2"
     other_tool = written(rome, "look") + END
     assert verdict(reader, message(rome), other_tool) == "another tool"
+    logged["tool_calls"][1:] = message(oslo, "look")["tool_calls"]
+    assert verdict(reader, logged, turn({"city": "Bonn"}, {"town": "Bonn"})) == "another 'city'"  # of the first two
 
 
 def test_calls_that_only_have_to_overlap_come_in_any_order(reader):
@@ -270,6 +275,7 @@ def test_overlap_of_words_only_where_it_is_asked_for(reader):
     ids = [encoded(reader, text)] * 2
     assert action_reward(ids, [logged] * 2, overlap=shares, tokenizer=reader.tokenizer) == [1.0, 0.0]
     assert word_overlap("", "?!") == 1.0
+    assert word_overlap("To ROME", "to Rome") == 1.0
 
 
 def test_white_space_alone_is_compared_as_it_is():
@@ -492,6 +498,20 @@ def test_a_response_template_of_ones_own_is_used():
 def test_without_a_tokenizer_the_error_says_how_to_give_one():
     with pytest.raises(ValueError, match=r"needs a tokenizer.*functools\.partial"):
         action_reward([[1]], [message({})])
+
+
+def test_each_completion_is_compared_with_its_own_row(reader):
+    rome, oslo = {"city": "Rome"}, {"city": "Oslo"}
+    reward = partial(action_reward, tokenizer=reader.tokenizer)
+    ids = [encoded(reader, turn(arguments)) for arguments in (rome, oslo)]
+    assert reward(ids, [message(rome), message(oslo)]) == [1.0, 1.0]
+    of_first = [encoded(reader, turn(rome))] * 2
+    with_default = message({**rome, "breakfast": "none"})
+    assert reward(of_first, [with_default] * 2, tools=[[], [TOOL]]) == [0.0, 1.0]
+    messages = [encoded(reader, "Hi.<|im_end|>")] * 2
+    prompts = [encoded(reader, prompt) for prompt in ("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")]
+    said = {"role": "assistant", "content": "Hello."}
+    assert reward(messages, [said] * 2, prompt_ids=prompts) == [1.0, 0.0]  # The second one is in a thought.
 
 
 def test_verdicts_go_to_the_table_of_completions(reader):

@@ -102,16 +102,19 @@ def test_anything_else_is_named_in_a_short_line_that_no_terminal_obeys(tiny_mode
     assert trainer.reward_funcs[1] is reward
 
 
-def test_run_stays_in_its_folder_whatever_a_reward_does(tiny_model, tmp_path, monkeypatch):
+def test_run_stays_in_its_folder_and_in_training_mode_whatever_a_reward_does(tiny_model, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
 
     def reward(completions, **columns):
         os.chdir(tmp_path / "elsewhere")
+        trainer.model.eval()  # as one that scores with the policy itself
         return [1.0] * len(completions)
 
     options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    make_trainer(tiny_model, Path("run"), trainer_arguments={"reward_funcs": reward}, **options).train()
+    trainer = make_trainer(tiny_model, Path("run"), trainer_arguments={"reward_funcs": reward}, **options)
+    trainer.train()
+    assert trainer.completions_generated == 16  # An evaluation's do not count.
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
     assert (tmp_path / "run" / "checkpoint-2").is_dir()
     assert os.listdir(tmp_path / "elsewhere") == []

@@ -57,6 +57,18 @@ def test_every_completion_trained_after_an_update_has_log_probabilities_from_bef
     assert n_trained == len(script.calls) * rows * steps_per_generation * iterations
 
 
+class Counting(RecordingOPO):
+    """Notes how many completions each log entry is about."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.n_logged = []
+
+    def _log_step(self, reports):
+        self.n_logged.append(sum(len(report.tokens) for report in reports))
+        super()._log_step(reports)
+
+
 def trained_on_a_short_stream(model: str, folder: Path, script: Script, **options) -> RecordingOPO:
     """A trainer after three epochs of a stream of three rollouts, two of which are an optimizer step."""
     prompts = Dataset.from_dict({"prompt": ["0+0=", "1+1=", "2+2="]}).to_iterable_dataset()
@@ -78,7 +90,8 @@ def trained_on_a_short_stream(model: str, folder: Path, script: Script, **option
 def test_an_optimizer_step_in_which_a_stream_ends_is_not_taken(tiny_model, tmp_path):
     """The third rollout of each epoch leaves nothing behind."""
     script = Script()
-    trainer = trained_on_a_short_stream(tiny_model, tmp_path, script)
+    trainer = trained_on_a_short_stream(tiny_model, tmp_path, script, trainer_class=Counting)
+    assert trainer.n_logged == [2 * GROUP] * 3
     reference = Reference(trainer, script)
     for number, step in enumerate(trainer.steps):
         step.batches, step.losses = step.batches[-2:], step.losses[-2:]  # without those of the third rollout
