@@ -103,6 +103,9 @@ def _load_problems(script: OPOScriptArguments, args: OPOConfig, fitting: Callabl
     if share is None and is_single_file(name) and (levels or evaluates or validates):
         share = TEST_FRACTION
     if share is not None:
+        split = script.dataset_test_split
+        allowed = "'test', its default: `test_fraction` holds out a part of the training split, also of a single file"
+        require(split == "test", "dataset_test_split", split, allowed)
         problems.hold_out(share)
     training = select(problems.rows, script.levels, script.fraction, script.subset_seed)
     prompts = fitting(problems.prompts_of(training))
@@ -136,8 +139,8 @@ class _Problems:
         self.asked = "prompt" if self.style == "dataset" else "problem"  # the column that the dataset needs
         self.rows, sources = take(rows, self.columns, self.asked)
         self.rows_held_out: Dataset | None = None  # of the training split
-        if self.style == "dataset":
-            _check_prompts(script, self.rows)
+        if self.style != "chat":
+            _check_prompts(script, self.rows[self.asked][:], self.style)
         # What the plan says of the columns and rows
         self.notes = [f"{ours} is its column {theirs!r}" for ours, theirs in sources.items()]
         self.notes.append(f"prompt_style: {self.style}")
@@ -180,20 +183,24 @@ class _Problems:
         return self.prompts_of(problems)
 
 
-def _check_prompts(script: OPOScriptArguments, problems: Dataset) -> None:
+def _check_prompts(script: OPOScriptArguments, prompts: Sequence[object], style: str) -> None:
     """
-    Check prompts that the dataset brings, to which nothing is added: an `instruction` in the recipe is an error, and
-    there is a warning if the reward reads boxes, but none of the first 100 prompts asks for one.
+    Check prompts to which nothing is added, as their style is `"dataset"` or `"plain"`: an `instruction` in the recipe
+    is an error, and there is a warning if the reward reads boxes, but none of the first 100 prompts asks for one.
     """
+    if style == "dataset":
+        cause, setting = "the dataset brings its prompts", "`columns: {problem: prompt}`"
+    else:
+        cause, setting = f"with prompt_style={style!r}, a prompt is the problem alone", "`prompt_style: chat`"
     if script.instruction not in (INSTRUCTION, gym.INSTRUCTION, ""):
         raise ValueError(
-            f"instruction={script.instruction!r} has no effect: the dataset brings its prompts. "
-            "Remove `instruction`, or set `columns: {problem: prompt}` to add it to them."
+            f"instruction={script.instruction!r} has no effect: {cause}. "
+            f"Remove `instruction`, or set {setting} to add it to them."
         )
     reads_boxes = "accuracy_reward" in (script.reward_funcs or ())
-    asks_for_box = any("boxed" in str(prompt) for prompt in problems["prompt"][:100])
+    asks_for_box = any("boxed" in str(prompt) for prompt in prompts[:100])
     if reads_boxes and not asks_for_box:
         logger.warning(
             "No prompt asks for an answer in \\boxed{}, which `accuracy_reward` reads: "
-            "`columns: {problem: prompt}` adds `instruction` to each."
+            f"{setting} adds `instruction` to each."
         )

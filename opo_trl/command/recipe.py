@@ -12,14 +12,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import torch
 from trl import ModelConfig, TrlParser
 
 from ..checks import secrets
 from ..config import OPOConfig
-from ..fields import field_problems
+from ..fields import field_problems, hints
 from .arguments import OPOScriptArguments
 from .help import help_text
 from .run_folder import same_completions
@@ -94,7 +94,8 @@ def _parse_values(recipe: Mapping[str, Any], words: Sequence[str]) -> tuple[dict
     for name, value in recipe.items():
         items = value if isinstance(value, list) else [value]
         is_text = bool(items) and all(isinstance(item, str) for item in items)
-        if not is_text:  # it has its type already, as within a mapping
+        if not is_text or (isinstance(value, list) and _is_text_or_list(name)):
+            # It has its type already, as within a mapping, or is a list where a command line has only one word.
             parser.set_defaults_with_config(**{name: value})
         elif isinstance(value, list):
             words_of_recipe += [f"--{name}", *value]
@@ -105,6 +106,15 @@ def _parse_values(recipe: Mapping[str, Any], words: Sequence[str]) -> tuple[dict
     options = {word.split("=")[0] for word in all_words}  # and values, which are no option's name
     named = {action.dest for action in parser._actions if options & {*action.option_strings}}
     return vars(namespace), named | recipe.keys(), unknown
+
+
+def _is_text_or_list(name: str) -> bool:
+    """Whether a field is a text or a list, such as `report_to`: its parser takes no list."""
+    for kind in _ARGUMENT_CLASSES:
+        types = get_args(hints(kind).get(name))
+        if str in types and any(get_origin(part) is list for part in types):
+            return True
+    return False
 
 
 def _problems_of_values(values: Mapping[str, Any], named: set[str]) -> list[str]:

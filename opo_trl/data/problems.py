@@ -31,6 +31,8 @@ EMBEDDED: dict[str, Callable[[Any, Sequence[str] | None], list[dict[str, str]]]]
 _PROBLEM_COLUMNS = ("problem", "question", "query", "instruction", "prompt")
 # Final answers. A column `solution` holds them too, or text with the answer in a box. The last is verl's.
 _FINAL_ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "ground_truth", "reward_model.ground_truth")
+# Parts of a problem that some public datasets keep beside its column
+_PARTS_OF_PROBLEM = ("input", "context", "choices", "options")
 
 
 def load_problems(
@@ -118,6 +120,8 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     is added as `solution`. A solution from a column of another name is its final answer: what is in the last box, the
     text after the last `####`, or all of it.
     """
+    if asked == "problem":
+        _check_names(columns)
     sources = _sources(rows, columns, asked)
     missing = [str(theirs or ours) for ours, theirs in sources.items() if not _has_column_or_key(rows, theirs)]
     if missing:
@@ -125,6 +129,8 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
             f"the dataset has no column {missing}, only {rows.column_names}. "
             "Rename its columns, or map them: `columns: {problem: …, solution: …}`."
         )
+    if asked == "problem" and "problem" not in columns:
+        _check_problem_is_whole(rows, sources)
     renamed = {ours: theirs for ours, theirs in sources.items() if ours != theirs}
     new_columns = {}  # those whose values are computed, while others are renamed
     for ours, theirs in renamed.items():
@@ -140,6 +146,31 @@ def take(rows: Dataset, columns: Mapping[str, str], asked: str) -> tuple[Dataset
     if asked == "problem":
         problems = problems.select_columns(list(sources))
     return problems, renamed
+
+
+def _check_names(columns: Mapping[str, str]) -> None:
+    """
+    Check that `columns`, ours → the dataset's, does not name the answers as public datasets do: ours are `solution`,
+    and another column would be taken for them. A `ValueError` says so.
+    """
+    for name in _FINAL_ANSWER_COLUMNS:
+        if name in columns and "solution" not in columns:
+            fix = f"`columns: {{solution: {columns[name]}}}`"
+            raise ValueError(f"columns: {name!r} is not the name of the answers, which is 'solution'. Set {fix}.")
+
+
+def _check_problem_is_whole(rows: Dataset, sources: Mapping[str, str]) -> None:
+    """
+    Check that the recognized column is all of a problem: a `ValueError` names a column beside it that may be a part,
+    such as the `input` of an instruction, unless it is empty or has a name of ours.
+    """
+    for part in _PARTS_OF_PROBLEM:
+        if part in rows.column_names and part not in sources.values() and any(rows[part]):
+            problem = sources["problem"]
+            raise ValueError(
+                f"the column {problem!r} may be only a part of the problem, as there is a column {part!r}, too. Write "
+                f"both to one column, or set `columns: {{problem: {problem}}}` to leave {part!r} out."
+            )
 
 
 def _sources(rows: Dataset, columns: Mapping[str, str], asked: str) -> dict[str, Any]:

@@ -152,10 +152,10 @@ _OPTION = re.compile(
     re.DOTALL,
 )
 
-# An integer or a fraction, whose groups are numerator and denominator; and a number, which may also be decimal, mixed,
-# in per cent or with a power of ten.
+# An integer (`5.0`, too) or a fraction, whose groups are numerator and denominator; and a number, which may also be
+# decimal, mixed, in per cent or with a power of ten.
 _FRACTION = r"(?:\\frac\{\s*-?)?(\d+)\s*(?:\}\{|/)\s*-?(\d+)\s*\}?"
-_EXACT = re.compile(rf"\s*(?:[A-Za-z]\s*=)?\s*[+-]?\s*(?:\d+|{_FRACTION})\s*(?:\\%)?")
+_EXACT = re.compile(rf"\s*(?:[A-Za-z]\s*=)?\s*[+-]?\s*(?:\d+(?:\.0+)?|{_FRACTION})\s*(?:\\%)?")
 _NUMBER = re.compile(
     rf"[({{\s]*[+-]?[({{\s]*(?:(?:\d+\s*(?=\\))?{_FRACTION}|\d*\.?\d+(?:E[+-]?\d+)?"
     r"|\d(?:\.\d+)?\s*\\(?:times|cdot)\s*10\s*\^\s*\{?\s*[+-]?\d+\s*\}?)(?:\\%|[)}\s])*"

@@ -138,3 +138,20 @@ def test_prompts_that_do_not_ask_for_a_box_are_named_and_can_get_the_instruction
     assert user["content"].startswith("1+1?\n\n")
     assert user["content"].endswith("\\boxed{}.")
     assert "boxed" not in caplog.text
+
+
+def test_plain_prompts_get_no_instruction_without_a_word(tmp_path, caplog):
+    with pytest.raises(ValueError, match=r"instruction='Think\.' has no effect: with prompt_style='plain'"):
+        load(tmp_path, {"prompt_style": "plain", "instruction": "Think."})
+    load(tmp_path, {"prompt_style": "plain"})
+    assert "No prompt asks for an answer in \\boxed{}" in caplog.text
+    assert "`prompt_style: chat` adds `instruction`" in caplog.text
+    caplog.clear()
+    load(tmp_path, {"prompt_style": "plain", "reward_funcs": ["first_line_reward"]})
+    assert "boxed" not in caplog.text
+
+
+@pytest.mark.parametrize("fields", [{}, {"test_fraction": 0.1}])
+def test_a_split_that_is_not_read_is_rejected(tmp_path, fields):
+    with pytest.raises(ValueError, match=r"dataset_test_split='validation' is not allowed"):
+        load(tmp_path, {**fields, "dataset_test_split": "validation"})

@@ -48,6 +48,16 @@ def test_recipe_parses_and_its_values_arrive(path):
     assert all(callable(reward) for reward in load_rewards(script, args))
 
 
+def test_a_list_may_stand_for_one_word(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("report_to: [wandb, tensorboard]\noptim_target_modules:\n- q_proj\n- v_proj\nlevels: [3, 4]\n")
+    values = read(["--config", str(recipe)]).values
+    assert values["report_to"] == ["wandb", "tensorboard"]
+    assert values["optim_target_modules"] == ["q_proj", "v_proj"]
+    assert values["levels"] == ["3", "4"]
+    assert read(["--config", str(recipe), "--report_to", "none"]).values["report_to"] == "none"
+
+
 @pytest.mark.parametrize("path", QWEN, ids=name)
 def test_rollout_holds_as_many_prompts_as_the_paper_says(path):
     _, args, *_ = parse_recipe(path)

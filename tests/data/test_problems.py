@@ -179,6 +179,25 @@ class TestColumns:
         with pytest.raises(ValueError, match=rf"no column \[{names}\], only \['text'\].*`columns: "):
             take(without_any, {}, asked)
 
+    @pytest.mark.parametrize("part", ["input", "context", "choices", "options"])
+    def test_a_column_that_may_be_a_part_of_the_problem_is_not_left_out_unasked(self, part):
+        rows = table({"instruction": "Add them.", part: "2 and 3", "answer": "5"})
+        with pytest.raises(ValueError, match=rf"'instruction' may be only a part.*'{part}'.*problem: instruction"):
+            take(rows, {}, "problem")
+        asked, _ = take(rows, {"problem": "instruction"}, "problem")
+        assert asked[0] == {"problem": "Add them.", "solution": "5"}
+        of_own_name, _ = take(rows, {"given": part}, "problem")
+        assert of_own_name[0]["given"] == "2 and 3"
+        empty, _ = take(table({"instruction": "Add 2 and 3.", part: "", "answer": "5"}), {}, "problem")
+        assert empty[0]["problem"] == "Add 2 and 3."
+
+    def test_answers_that_are_mapped_under_another_name_than_ours_are_named(self):
+        rows = table({"question": "2 + 3?", "answer": "First, we add.", "result": "5"})
+        with pytest.raises(ValueError, match=r"'answer' is not the name.*`columns: \{solution: result\}`"):
+            take(rows, {"answer": "result"}, "problem")
+        both, _ = take(rows, {"solution": "result", "answer": "answer"}, "problem")
+        assert both[0] == {"problem": "2 + 3?", "solution": "5", "answer": "First, we add."}
+
 
 class TestSelection:
     @pytest.fixture
