@@ -110,7 +110,7 @@ def _read(file: Path) -> Dataset:
     columns = {}
     for name in names:
         try:
-            columns[name] = _column_of_file([row.get(name) for row in rows])
+            columns[name] = column([row.get(name) for row in rows])
         except UnicodeEncodeError as error:
             numbers = [number for number, row in enumerate(rows, 1) if _has_half_characters(row.get(name))]
             raise ValueError(
@@ -125,24 +125,25 @@ def _has_half_characters(value: Any) -> bool:
     return re.search("[\ud800-\udfff]", json.dumps(value, ensure_ascii=False)) is not None
 
 
-def _column_of_file(values: Sequence[Any]) -> pa.Array:
-    """
-    A column with the values of a file. It is JSON where Arrow would change mappings: each would get the names of all
-    others, in one order, and 1 beside 0.5 would be 1.0.
-    """
-    array = column(values)
-    are_nested = any(isinstance(value, Mapping | list) for value in values)
-    return _as_json(values) if are_nested and repr(array.to_pylist()) != repr(values) else array
-
-
 def column(values: Sequence[Any]) -> pa.Array:
-    """A column of a dataset. Values of one type stay as they are; of several, each is JSON, which keeps its type."""
+    """
+    A column of a dataset, of which each value is read as it is here. Values of several types are JSON, and so are
+    those that Arrow would change: each mapping would get the names of all others, in one order, and 1 beside 0.5 would
+    be 1.0.
+    """
     types = {type(value) for value in values}
     types.discard(type(None))
     if len(types) < 2:
         with suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # raised by lists or mappings that hold several types
-            return pa.array(values)
+            array = pa.array(values)
+            if types.isdisjoint((dict, list)) or _are_the_same(array, values):
+                return array
     return _as_json(values)
+
+
+def _are_the_same(array: pa.Array, values: Sequence[Any]) -> bool:
+    """Whether lists and mappings are read from an array as they are, with their names in the same order."""
+    return all(repr(read.as_py()) == repr(value) for read, value in zip(array, values, strict=True))
 
 
 def _as_json(values: Sequence[Any]) -> pa.Array:

@@ -90,13 +90,18 @@ def _paths(nodes: Rows) -> list[Rows]:
     continues. A node's `parent` is the place in `nodes` of the message before it.
 
     Nodes get `is_own`: whether the model has written them, and they are in no earlier path, so that each is trained on
-    once. A path without such a node is left out.
+    once. A path without such a node is left out, and so is one that ends with a summary of the context with which the
+    agent did not go on: verifiers does not train on it.
     """
     parents = {node.get("parent") for node in nodes}
+    # Summaries with which the agent went on, in a path of its own
+    used_summaries = {place for node in nodes for place in _links(node, "compaction")}
     paths = []
     seen: set[int] = set()  # places of the nodes in earlier paths
     for leaf in range(len(nodes)):
         if leaf in parents:  # It is no last message.
+            continue
+        if _links(nodes[leaf], "compaction_attempt") and leaf not in used_summaries:
             continue
         places: list[int] = []
         place: int | None = leaf
@@ -108,6 +113,11 @@ def _paths(nodes: Rows) -> list[Rows]:
         if any(node["is_own"] for node in path):
             paths.append(path)
     return paths
+
+
+def _links(node: Row, kind: str) -> list[int]:
+    """The places of the messages to which a node is linked as `kind`, besides the one before it."""
+    return [link["node"] for link in node.get("semantic_parents") or () if link["type"] == kind]
 
 
 def _has_tokens(nodes: Rows) -> bool:
@@ -186,15 +196,18 @@ def _tokens_of_path(trace: Row, path: Rows) -> Row:
 
 def _messages_of_path(trace: Row, path: Rows) -> Row:
     """
-    The columns of a path without tokens: the messages from the first one that counts as the model's, and the tools of
-    its trace. The assistant's messages that do not count are marked as not to be trained on.
+    The columns of a path without tokens: the messages from the first one that counts as the model's, and the tools
+    that the model was given. The assistant's messages that do not count are marked as not to be trained on.
     """
     messages = []
     for node in path[_first_own(path) :]:
         message = node["message"]
         is_context = message["role"] == "assistant" and not node["is_own"]
         messages.append({**message, "trainable": False} if is_context else message)
-    return {"completion": messages, "tools": tools_of(trace["tools"])}
+    # The first message of a path has the tools of its requests; the trace has those of all its requests together.
+    names_tools = any(node.get("tools") for node in trace["nodes"])
+    tools = path[0].get("tools") or () if names_tools else trace["tools"]
+    return {"completion": messages, "tools": tools_of(tools)}
 
 
 # Items of OpenAI's Responses API, and conversations of anybody
@@ -244,10 +257,7 @@ def _of_responses(rows: Rows, source: str) -> Rows:
         rows_of_tokens = rollout.pop(_TOKENS)
         if not rows_of_tokens:
             rows_of_rollouts.append(rollout)
-        for tokens in rows_of_tokens:
-            # The last text is kept beside the tokens, which must have it in them, or they are of another tokenizer.
-            text = rollout["completion"][-1]["content"]
-            rows_of_rollouts.append({**rollout, **tokens, "completion": text})
+        rows_of_rollouts += [{**rollout, **tokens} for tokens in rows_of_tokens]
     return rows_of_rollouts
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import ProcessorMixin
-from trl.trainer.utils import remove_none_values
 
 from ..checks.text import without_white_space
 
@@ -44,17 +43,31 @@ def is_trained(turn: Message) -> bool:
 def as_rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     Copies of messages as chat templates take them: without fields that are `None`, and with the arguments of calls as
-    mappings, where a log has them as JSON text. A call without arguments may have empty text or null there.
+    mappings, where a log has them as JSON text. A call without arguments may have empty text or null there; those that
+    are null are kept.
     """
-    rendered: list[Any] = [remove_none_values(message) for message in messages]
+    rendered: list[Any] = [without_none(message) for message in messages]
     for message in rendered:
-        for call in message.get("tool_calls", ()):
-            # Arguments that are a mapping already, or not the JSON that they should be, stay as they are.
-            with suppress(KeyError, TypeError, ValueError):
-                function = call["function"]
-                arguments = json.loads(function.get("arguments") or "{}")
-                function["arguments"] = {} if arguments is None else arguments
+        if "tool_calls" in message:
+            message["tool_calls"] = [_as_rendered_call(call) for call in message["tool_calls"]]
     return rendered
+
+
+def _as_rendered_call(call: Any) -> Any:
+    """A copy of a call for [`as_rendered`]; what is not a call as OpenAI writes it, as it is."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = without_none(call["function"])
+    # Arguments that are a mapping already, or not the JSON that they should be, stay as they are.
+    with suppress(TypeError, ValueError):
+        arguments = json.loads(function.get("arguments") or "{}")
+        function["arguments"] = {} if arguments is None else arguments
+    return {**without_none(call), "function": function}
+
+
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a message, a call or a tool that are not `None`; what is in them stays as it is."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 # Checks of what a template renders

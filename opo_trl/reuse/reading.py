@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from trl.trainer.utils import remove_none_values
 
 from ..data.files import column, files_of, load_rows
 from ..data.prompts import is_chat
@@ -70,6 +71,10 @@ ONLY_TOKENS = "[recorded as tokens]"
 
 # Columns whose values belong to tokens, so that they say nothing without `completion_ids`.
 _OF_TOKENS = ("prompt_ids", "logprobs", "completion_mask")
+
+# Columns whose mappings are rendered by chat templates, and the files that keep these mappings as they were written.
+_RENDERED = ("prompt", "completion", "messages", "tools", "input", "output", "responses_create_params", "response")
+_EXACT_FILES = (".jsonl", ".jsonl.gz", ".json")
 
 # Folders of prime-rl whose traces are not trained on, or, in `effective`, repeat some of those in `all`.
 _NOT_TRAINED_ON = {"effective", "eval", "evals"}
@@ -202,7 +207,7 @@ def _dataset_of_groups(groups: Sequence[Rows], names: Sequence[str]) -> Dataset:
             completion = {name: row.get(name) for name in of_completion}
             completions.append(completion | {PLACE: place_of(row)})
         columns[RECORDED].append(completions)
-    # `column` makes a column also of values of several types.
+    # `column` keeps values as they are: Arrow would give the arguments of all calls the same names, in one order.
     return Dataset.from_dict({name: column(values) for name, values in columns.items()})
 
 
@@ -329,10 +334,25 @@ def load_files(source: str) -> dict[str, Rows]:
     """
     files = _files_by_path(source)
     try:
-        return {path: list(load_rows(file)) for path, file in files.items()}
+        return {path: _rows_of_file(file) for path, file in files.items()}
     except ValueError as error:
         message = str(error).replace("dataset_name=", "rollouts=")  # the setting that the user has written
         raise ValueError(message) from error
+
+
+def _rows_of_file(file: str) -> Rows:
+    """
+    The rows of a file or dataset. In a table, each mapping has the names of all others, as `None`: these are removed
+    from messages, calls and tools. In a JSON file, such as the argument `{"limit": null}` of a call, `None` is there.
+    """
+    rows: Rows = list(load_rows(file))
+    if file.endswith(_EXACT_FILES):
+        return rows
+    for row in rows:
+        for name in _RENDERED:
+            if isinstance(row.get(name), dict | list):
+                row[name] = remove_none_values(row[name])
+    return rows
 
 
 def _files_by_path(source: str) -> dict[str, str]:
@@ -383,7 +403,7 @@ def _check_same_columns(rows_by_file: Mapping[str, Rows], source: str) -> None:
     functions may differ. `source`, the setting `rollouts`, is for the message.
     """
     first_file = ""
-    relevant = {"traces", "group", *KNOWN}
+    relevant = {"traces", "group", *KNOWN}.union(*OTHER_NAMES.values())
     names: set[str] | None = None
     for file, rows in rows_by_file.items():
         if not rows:

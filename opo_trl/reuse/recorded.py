@@ -27,6 +27,7 @@ from ..batch import Batch
 from ..checks import files
 from ..checks.weights import unsharded
 from ..config import OPOConfig
+from ..data.files import column
 from ..metrics.opo import ratio_ess
 from ..models import adapter
 from ..objective import token_sum
@@ -124,9 +125,9 @@ class Recorded:
             "logprobs": "logprobs",
             "completion_mask": "env_mask",
         }
-        for column, entry in entries.items():
-            if column in self.completions[0]:
-                rollout[entry] = [completion[column] for completion in self.completions]
+        for name, entry in entries.items():
+            if name in self.completions[0]:
+                rollout[entry] = [completion[name] for completion in self.completions]
         return rollout
 
     def rewards(self, weights: torch.Tensor) -> torch.Tensor | None:
@@ -253,7 +254,7 @@ class Recorded:
         columns = dataset.remove_columns(RECORDED)
         if len(places) > len(dataset):  # Some group has become several, which repeat its other columns.
             columns = columns.select(places)
-        return columns.add_column(RECORDED, groups_of_rows)
+        return columns.add_column(RECORDED, cast(Any, column(groups_of_rows)))
 
     def save(
         self, trainer: Any, inputs: Rows, rollout: Batch, completion_ids: Tokens, *, takes_positions: bool

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trl.trainer.utils import remove_none_values
+from .conversations import without_none
 
 
 Item = Mapping[str, Any]
@@ -130,7 +130,7 @@ def tools_of(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         [`UnreadableError`]: one is no function, such as a server's own search.
     """
     functions = []
-    for tool in remove_none_values(list(tools)):
+    for tool in map(without_none, tools):
         if "function" in tool:
             functions.append({"type": "function", "function": tool["function"]})
             continue
@@ -148,6 +148,9 @@ def token_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
 
     A call whose prompt begins with all tokens of the row before continues that row: what the prompt has further, such
     as a tool's result, has a mask of 0 and no log-probabilities. Any other call begins a row.
+
+    `completion` is the last text that a call of the row has ended with, or empty: the tokens must have it in them, or
+    they are of another tokenizer.
     """
     rows: list[dict[str, Any]] = []
     ids_of_row: list[int] = []  # all tokens of the last row so far, with its prompt
@@ -158,12 +161,15 @@ def token_rows(items: Sequence[Item]) -> list[dict[str, Any]]:
         ids = list(item["generation_token_ids"])
         logps = list(item["generation_log_probs"])
         if not rows or prompt_ids[: len(ids_of_row)] != ids_of_row:
-            rows.append({"prompt_ids": prompt_ids, "completion_ids": [], "completion_mask": [], "logprobs": []})
+            tokens = {"prompt_ids": prompt_ids, "completion_ids": [], "completion_mask": [], "logprobs": []}
+            rows.append({**tokens, "completion": ""})
             ids_of_row = prompt_ids
         row = rows[-1]
         between = prompt_ids[len(ids_of_row) :]  # not the model's; none in a new row
         row["completion_ids"] += between + ids
         row["completion_mask"] += [0] * len(between) + [1] * len(ids)
         row["logprobs"] += [None] * len(between) + logps
+        if item.get("type", "message") == "message":
+            row["completion"] = text_of_parts(item["content"])
         ids_of_row = prompt_ids + ids
     return rows

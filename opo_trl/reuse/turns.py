@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
-from trl.trainer.utils import remove_none_values
 
 from .conversations import (
     Message,
@@ -23,6 +22,7 @@ from .conversations import (
     check_turn,
     is_trained,
     messages_in_other_words,
+    without_none,
 )
 
 
@@ -72,10 +72,14 @@ class TurnRow:
         encoding = tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = encoding["input_ids"]
         mask = [0] * len(token_ids)
-        for place, (first_character, last_character) in enumerate(encoding["offset_mapping"]):
-            is_text = last_character > first_character  # else a token that stands for no character
-            if is_text and self._is_in_turn(first_character):
+        end_before = 0  # of the token before
+        for place, (first_character, end) in enumerate(encoding["offset_mapping"]):
+            # Some tokenizers leave spaces out of these places, so that a token of spaces only seems to be empty.
+            start = end_before if first_character == end else first_character
+            is_text = end > start  # else a token that stands for no character
+            if is_text and self._is_in_turn(start):
                 mask[place] = 1
+            end_before = end
         start = mask.index(1)
         return {
             "prompt_ids": token_ids[:start],
@@ -219,9 +223,17 @@ class ChatTemplate:
         What the template renders of messages, with the conversation's tools and the run's options; `options` are
         further ones, such as `add_generation_prompt`. An [`UnfaithfulError`] if the template refuses the messages.
         """
-        # Templates expect `None` for no tools. A table gives each tool the fields of all others, as `None`.
-        tools = remove_none_values(list(self.tools or ())) or None
+        # Templates expect `None` for no tools.
+        tools = [_as_rendered_tool(tool) for tool in self.tools or ()] or None
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **self.options, **options)
         except (TemplateError, TypeError) as error:  # A `TypeError` if it takes something else for text.
             raise UnfaithfulError(f"the chat template refuses it ({error})") from error
+
+
+def _as_rendered_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a tool as chat templates take it: without fields that are `None`, but with all of its parameters."""
+    rendered = without_none(tool)
+    if isinstance(tool.get("function"), Mapping):
+        rendered["function"] = without_none(tool["function"])
+    return rendered

@@ -157,7 +157,38 @@ def test_each_path_of_a_branched_trace_is_a_row(tmp_path):
     assert [turn.get("trainable") for turn in second] == [None, None, False]
 
 
+def test_each_path_has_the_tools_of_its_requests(tmp_path):
+    """verifiers 0.4.0: the first message of a path has them (v1/graph.py, `MessageNode.tools`)."""
+    alone = [node(None, "user", "Sum up."), node(4, "assistant", "so far")]
+    nodes = [{**NODES[0], "tools": [TOOL]}, *NODES[1:], *alone]
+    rows = [episode("a", nodes=[graph_node | WITHOUT_TOKENS for graph_node in nodes])]
+    (group,) = load_rollouts(written(tmp_path, rows), 2)[RECORDED]
+    n_tools = {row["completion"][-1]["content"]: len(row["tools"]) for row in group}
+    assert n_tools == {"done": 1, "so far": 0}
+
+
+def test_a_summary_with_which_the_agent_did_not_go_on_is_left_out(tmp_path):
+    """verifiers 0.4.0: such a path is not trained on (v1/trace.py, `Trace.branches`)."""
+    unused = node(2, "assistant", "unused", [31, 50], 1)
+    used = node(2, "assistant", "used", [31, 51], 1)
+    for attempt in (unused, used):
+        attempt["semantic_parents"] = [{"node": 1, "type": "compaction_attempt"}]
+    went_on = [node(None, "user", "used", [60]), node(6, "assistant", "end", [61, 52], 1)]
+    went_on[1]["semantic_parents"] = [{"node": 5, "type": "compaction"}]
+    nodes = [*NODES, unused, used, *went_on]
+    groups = load_rollouts(written(tmp_path, [episode("a", nodes=nodes)]), 3)
+    (last_ids,) = [sorted(row["completion_ids"][-1] for row in group) for group in groups[RECORDED]]
+    assert last_ids == [40, 51, 52]
+
+
 def test_files_of_a_folder_that_differ_are_rejected(tmp_path):
+    tokens = {"prompt": "1+1=", "completion_ids": [4, 5], "logprobs": [-1.0, -1.0], "reward": 1.0}
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    written(folder, [tokens], "a.jsonl")
+    written(folder, [{**tokens, "loss_mask": [1, 0]}], "b.jsonl")
+    with pytest.raises(ValueError, match=r"only one of '.*a\.jsonl' and '.*b\.jsonl' has 'loss_mask'"):
+        load_rollouts(str(folder), 2)
     row = {"prompt": "1+1=", "completion": "2"}
     written(tmp_path, [{**row, "reward": 1.0}], "a.jsonl")
     written(tmp_path, [row], "b.jsonl")

@@ -115,6 +115,11 @@ def test_tokens_of_nemo_gym_are_rows_where_they_continue_each_other(tmp_path):
     assert (longer["prompt_ids"], longer["completion_ids"]) == ([1, 2], [3, 4, 5, 6])
     assert (longer["completion_mask"], longer["logprobs"]) == ([1, 1, 0, 1], [-0.5, -0.5, 0, -0.5])
     assert (shorter["prompt_ids"], shorter["completion_ids"]) == ([1, 2, 9], [7])
+    # The text that their tokens have to contain, or they are of another tokenizer: a call has none.
+    assert (longer["completion"], shorter["completion"]) == ("", "right")
+    for last in (1, 2):  # It ends with a call, or with what that returned.
+        (row,) = load_conversations(written(tmp_path, [rollout(output[:last])]))
+        assert (row["completion_ids"], row["completion"]) == ([3, 4], "")
 
 
 def test_items_in_place_of_messages_and_an_input_with_its_output(tmp_path):

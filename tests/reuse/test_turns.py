@@ -8,11 +8,15 @@ from pathlib import Path
 
 import pytest
 import trl
+from datasets import Dataset
 from tiny import make_tokenizer
+from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer
 
+from opo_trl.checks.files import write_lines
 from opo_trl.reuse import turns
 from opo_trl.reuse.conversations import UnfaithfulError
+from opo_trl.reuse.reading import RECORDED, load_rollouts
 
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -359,3 +363,54 @@ def test_a_turn_without_a_token_that_ends_it_is_its_text():
     assert row.text.endswith("assistant\n2<|im_end|>")
     (start, end), *_ = row.turns.values()
     assert row.text[start:end] == "2<|im_end|>"
+
+
+def test_calls_and_tools_are_rendered_as_a_log_has_them(tmp_path):
+    """Names in their order, nulls, and whole numbers, whatever other calls and tools have."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    calls = {"write": {"path": "a", "limit": 0.5}, "read": {"limit": 1, "path": "b", "mode": None}}
+    integer = {"default": None, "type": "integer"}
+    number = {"type": "number", "default": 0.5}
+    parameters = {"write": {"path": {"type": "string"}, "limit": number}, "read": {"limit": integer, "path": {}}}
+    tools = []
+    for name, properties in parameters.items():
+        function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        tools.append({"type": "function", "function": function})
+    asked = {"role": "user", "content": "Do."}
+    rows = []
+    for name, arguments in calls.items():
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        rows.append({"messages": [asked, turn], "tools": tools, "reward": 1.0, "group": "a"})
+    write_lines(tmp_path / "rows.jsonl", rows)
+    (group,) = load_rollouts(str(tmp_path / "rows.jsonl"), 2)[RECORDED]
+    called = {}
+    for completion in group:
+        messages = [asked, *completion["completion"]]
+        (row,) = turns.rows(tokenizer, messages, completion["tools"], {}, [tokenizer.eos_token_id], first=1)
+        assert all(json.dumps(tool) in row.text for tool in tools)
+        ((start, end),) = row.turns.values()
+        call = json.loads(row.text[start:end].partition("<tool_call>")[2].partition("</tool_call>")[0])
+        called[call["name"]] = json.dumps(call["arguments"])
+    assert called == {name: json.dumps(arguments) for name, arguments in calls.items()}
+    # A table gives each mapping the names of all others, as null: these are none of its own.
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (group,) = load_rollouts(str(tmp_path / "rows.parquet"), 2)[RECORDED]
+    in_table = {}
+    for completion in group:
+        (message,) = completion["completion"]
+        function = message["tool_calls"][0]["function"]
+        in_table[function["name"]] = set(function["arguments"])
+    assert in_table == {"write": {"path", "limit"}, "read": {"path", "limit"}}
+
+
+def test_spaces_of_a_turn_are_its_own_where_a_tokenizer_leaves_them_out_of_places():
+    tokenizer = make_tokenizer()
+    row = turns.TurnRow("Ask.\n  a   b", turns={1: (5, 12)})
+    expected = row.tokens(tokenizer)
+    tokenizer.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    encoding = tokenizer(row.text, return_offsets_mapping=True)
+    assert (6, 6) in encoding["offset_mapping"]  # an empty place
+    assert row.tokens(tokenizer) == expected
+    assert expected["completion_mask"] == [1] * 7
