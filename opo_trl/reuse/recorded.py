@@ -242,7 +242,7 @@ class Recorded:
             rows_of_group = []
             for completion in group:
                 # A completion has a prompt of its own where prompts differ within groups.
-                own_prompt = completion.pop("prompt", prompt)
+                own_prompt = completion.get("prompt", prompt)
                 ids = prompt_ids if own_prompt == prompt else _prompt_ids(tokenize_prompts, [own_prompt])[0]
                 rows_of_group.append(tokenization.rows(completion, own_prompt, ids))
             of_place = _split_into_groups(rows_of_group)
@@ -329,12 +329,12 @@ def unscored(completions: Sequence[Any], **_: Any) -> list[None]:
 def _row_for_rewards(group: Mapping[str, Any], place: int) -> dict[str, Any]:
     """
     The columns that reward functions get of one completion: those of its `group`, a row of the recorded dataset, and
-    those of its own, which is number `place` in the group's list.
+    those of its own, which is number `place` in the group's list. Where prompts differ in groups, it has its own.
     """
     row = {name: value for name, value in group.items() if name != RECORDED}
     for name, value in group[RECORDED][place].items():
-        # `PLACE` is where it was read. The `KNOWN` columns, such as tokens, are the package's own.
-        if name != PLACE and name not in KNOWN:
+        # `PLACE` is where it was read. The `KNOWN` columns, such as tokens, are the package's own, but for the prompt.
+        if name == "prompt" or name not in (PLACE, *KNOWN):
             row[name] = value
     return row
 

@@ -255,6 +255,28 @@ def test_text_is_tokenized_and_scored_by_the_reward_functions(tiny_model, tmp_pa
     assert run.current_settings["train_dataset.checksum"] == checksum(load_rollouts(source, 4))
 
 
+def test_each_completion_of_a_named_group_is_scored_with_its_own_prompt(tiny_model, tmp_path):
+    rows = []
+    for prompt, text in zip(PROMPTS[:2] * 4, "23456789", strict=True):
+        rows.append({"prompt": prompt, "completion": text, "group": f"group {len(rows) // 4}"})
+    scored = []
+
+    def reward(prompts, completions, **_):
+        scored.extend(zip(prompts, completions, strict=True))
+        return [float(text) for text in completions]
+
+    replayed(
+        tiny_model,
+        tmp_path,
+        written(tmp_path, rows),
+        trainer_arguments={"reward_funcs": reward},
+        rollouts_model=tiny_model,
+        max_steps=1,
+        steps_per_generation=2,
+    )
+    assert sorted(scored) == sorted((row["prompt"], row["completion"]) for row in rows)
+
+
 def test_completions_of_a_prompt_or_a_name_become_groups(tmp_path, caplog):
     first_prompt = [{"role": "user", "content": "1+1="}]
     second_prompt = [{"role": "user", "content": "2+2="}]
