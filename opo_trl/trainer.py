@@ -652,6 +652,8 @@ class OPOTrainer(RolloutTrainer):
         metrics |= metrics_of_samples(
             samples, self.policy_objective, kl=self.beta != 0.0, bonus=self.args.entropy_coef != 0.0
         )
+        if self.args.entropy_coef and mode == "train":
+            metrics["entropy_coef"] = self.args.entropy_coef  # constant; TRL logs it
         for name, value in metrics.items():
             self._append(mode, name, value)
 

@@ -172,6 +172,7 @@ def test_metrics_of_trl_are_logged_in_every_step(tiny_model, tmp_path):
         policy_loss = entry["policy_loss"]
         assert entry["loss"] == pytest.approx(policy_loss - 0.5 * entry["entropy"], rel=0.05)
         assert abs(policy_loss) < 0.1
+        assert entry["entropy_coef"] == 0.5
     prefixed = [entry for entry in bonus.state.log_history if "eval_loss" in entry]
     assert len(prefixed) == 3
     assert all("eval_policy_loss" in entry and "eval_entropy" in entry for entry in prefixed)
