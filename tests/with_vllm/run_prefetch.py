@@ -95,8 +95,6 @@ def train(model: str, folder: Path, options: dict) -> dict:
     trainer = make(model, folder, prefetch_rollouts=int(switched_off != "prefetch"), **fields)
     if switched_off == "sync":
         trainer.vllm_generation.sync_weights = lambda: None
-    if switched_off == "wait":
-        trainer._prefetch.wait = lambda: None
     if "killed_after" in options:
         trainer.add_callback(Kill(options["killed_after"], options.get("server_group")))
     rollouts = observe(trainer)

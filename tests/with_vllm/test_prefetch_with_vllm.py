@@ -100,10 +100,3 @@ def test_a_server_that_is_killed_meanwhile_ends_the_run_which_resumes(start, env
         resumed = start("run_prefetch.py", "train", tmp_path, mode="server", **saved, **second)
         result = result_of(resumed, tmp_path)
     assert max(result["to_policy_before"]) < SAME
-
-
-def test_without_waiting_for_what_is_in_flight_new_weights_break_the_server(start, server, tmp_path):
-    """The last test of the file: it ends the server. vLLM cannot generate while it receives weights."""
-    ended = start("run_prefetch.py", "train", tmp_path, without="wait", **server)
-    assert ended.returncode == 1
-    assert f"The vLLM server at http://127.0.0.1:{server['port']} no longer answers" in ended.stderr
