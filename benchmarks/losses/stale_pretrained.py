@@ -63,10 +63,11 @@ from . import bounds, offline, real_model, shared_beginning
 from .bounds import Arm, Found, Run
 from .objectives import published
 from .objectives.report import shown
-from .stale import StaleTrainer, common_fields
+from .stale import StaleTrainer, Written, common_fields
 
 
 RECORD = Path(__file__).resolve().with_name("stale_pretrained.jsonl")
+BEGINNINGS = Path("runs/stale_pretrained")  # of what the base model has written, by task and seed
 TASKS = ("addition", "largest")
 ROLLOUTS, AGE, SPLITS_SEED, AT_A_TIME = 48, 17, 67, 300
 RATES = tuple(2.5e-6 * 2**i for i in range(5))
@@ -144,9 +145,28 @@ def task_of(level: str) -> offline.Task:
 
 
 class Stale(StaleTrainer):
-    """Samples with the beginning of all prompts computed once."""
+    """
+    Samples with the beginning of all prompts computed once. What the base model writes is the same in all runs of a
+    task and seed: the first of them keeps it in the folder `beginning`, with the state of the generator behind it.
+    """
 
     sample = staticmethod(shared_beginning.sample)
+    beginning: Path
+
+    def _write(self) -> Written:
+        if self._n_taken:  # by another policy than the base model
+            return super()._write()
+        file = self.beginning / f"{self._n_written}.pt"
+        if file.exists():
+            written, state = torch.load(file, weights_only=False)
+            self._generator.set_state(state)
+            return written
+        written = super()._write()
+        self.beginning.mkdir(parents=True, exist_ok=True)
+        unfinished = file.with_suffix(f".{os.getpid()}")  # another process may write the same
+        torch.save((written, self._generator.get_state()), unfinished)
+        unfinished.rename(file)
+        return written
 
 
 def rewards(completions: list[str], solution: list[str], **_: Any) -> list[float]:
@@ -166,7 +186,8 @@ def make_trainer(run: Run, folder: str, rollouts: int = ROLLOUTS) -> Any:
     rows = [{"prompt": row["problem"], "solution": row["solution"]} for row in task.problems()[0]]
     fields = common_fields(folder, run.learning_rate, run.seed, max_steps=rollouts) | arm.options
     fields |= {"max_completion_length": task.max_tokens, "max_grad_norm": 1.0, "shuffle_dataset": False}
-    kind = type("Stale", (Stale,), {"objective_class": arm.kind})
+    own = {"objective_class": arm.kind, "beginning": BEGINNINGS / f"{run.regime}-{run.seed}"}
+    kind = type("Stale", (Stale,), own)
     trainer = kind(
         task.base,
         rewards,
