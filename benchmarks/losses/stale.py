@@ -57,7 +57,7 @@ class Written:
 class StaleTrainer(OPOTrainer):
     """
     Trains on completions that the policy wrote `age` rollouts ago, or before the first step as long as there were
-    fewer. They are sampled with a generator of their own, from a copy of the model. The policy of a rollout writes
+    fewer. They are sampled with a generator of their own, from the model in evaluation. The policy of a rollout writes
     those of `age` rollouts later, so that no earlier weights have to be kept.
 
     Args:
@@ -102,7 +102,7 @@ class StaleTrainer(OPOTrainer):
     def _take(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`."""
         n_rollouts = self.args.max_steps // self.args.num_iterations
-        self._writer.load_state_dict(self.model.state_dict())
+        self._writer.load_state_dict(self.model.state_dict(), assign=True)  # the same tensors, not copies of them
         while self._n_written < min(self._n_taken + self._age + 1, n_rollouts):
             self._ahead.append(self._write())
             self._n_written += 1
