@@ -198,6 +198,25 @@ def test_region_grows_until_no_edge_is_chosen(times):
     assert grown.chosen(found) == (1e-5, max(clips) if times == 1 else 1.6)
 
 
+def test_a_setting_tried_with_both_seeds_can_be_chosen_when_the_region_has_grown():
+    found = {}
+    while missing := stale_pretrained.trials("GRPO", "addition", found).next_runs(found):
+        for run in missing:
+            first = 0.5 + 0.02 * math.log2(run.own) - 0.005 * abs(math.log2(run.learning_rate / 1e-5))
+            found[run] = {"sampled": 0.1 if run.seed == 702 and run.own > 0.8 else first}
+    own = stale_pretrained.trials("GRPO", "addition", found)
+    assert {clip for _, clip in own.best_few(found)} == {1.6}
+    assert own.chosen(found) == (1e-5, 0.8)
+    assert not stale_pretrained.is_at_edge(own, found)
+
+
+def test_the_second_task_waits_for_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(stale_pretrained, "RECORD", tmp_path / "none.jsonl")
+    first, second = stale_pretrained.TASKS
+    assert len(stale_pretrained.next_trials(first)) == 5 * (3 + 2 + 2)
+    assert stale_pretrained.next_trials(second) == []
+
+
 def stale_results(**points) -> dict[bounds.Run, dict]:
     """A finished comparison in which the arms of `points` are so far from the others."""
     found = {}
