@@ -63,6 +63,7 @@ def shifted(rollout, trainer):
 
 OPTIONS = {
     "asymmetric": {"epsilon": 0.05, "epsilon_high": 0.28},
+    "one bound": {"epsilon": 0.9, "epsilon_high": None},
     "two-sided": {"epsilon": 0.1, "delta": 1.2},
     "KL corrected": {"beta": 0.2, "use_bias_correction_kl": True},
     "mask of stale completions": {"off_policy_mask_threshold": 1e-4},
@@ -80,7 +81,8 @@ OPTIONS = {
 EVERY = ("micro-batches of one row", "sampler's weights of tokens, three passes")
 CASES = [(name, option) for name in LOSSES for option in EVERY]
 CASES += [(name, option) for name in ("grpo", "gspo") for option in ("asymmetric", "two-sided")]
-CASES += [("dapo", option) for option in OPTIONS if option not in (*EVERY, "asymmetric", "two-sided")]
+CASES += [("cispo", "one bound"), ("vespo", "sampler's weights of completions")]
+CASES += [("dapo", option) for option in OPTIONS if option not in (*EVERY, "asymmetric", "two-sided", "one bound")]
 
 
 def gradients(model, folder, name, **options):

@@ -183,6 +183,18 @@ def test_behaviour_policy_that_a_subclass_sets_is_used(tiny_model, tmp_path):
         assert entry["opo/frac_skipped"] == 0  # a sample without a target is pulled back to the behaviour policy
 
 
+def test_completions_without_a_target_are_pulled_back_to_a_behaviour_policy_that_is_set(tiny_model, tmp_path):
+    class Anchored(RecordingOPO):
+        def _generate_and_score_completions(self, inputs):
+            rollout = super()._generate_and_score_completions(inputs)
+            logps, _ = self._policy_logps(rollout)
+            rollout["old_per_token_logps"] = logps - 0.1
+            return rollout
+
+    trainer = trained(tiny_model, tmp_path, Anchored, rewards=[1.0] * 8)
+    assert norm(trainer.steps[0].gradient) > 1e-3
+
+
 def test_rollout_is_made_with_the_weights_that_a_schedule_free_optimizer_trains(tiny_model, tmp_path):
     """Transformers switches such an optimizer to other weights for an evaluation, and back in its training step."""
     modes = []

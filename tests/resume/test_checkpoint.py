@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl import OPOConfig
-from opo_trl.resume.checkpoint import fault, last_complete, resolve
+from opo_trl.resume.checkpoint import checksum, fault, last_complete, resolve
 
 
 @pytest.fixture(scope="module")
@@ -427,3 +427,11 @@ def test_checkpoints_after_the_one_that_a_run_goes_on_from_are_set_aside(copy, t
     assert last_complete(str(copy)) == str(copy / "checkpoint-2")
     assert fault(copy / "replaced-checkpoint-3") is None
     assert "checkpoint-3 is later than step 2, where the run is now: it is kept as" in caplog.text
+
+
+@pytest.mark.parametrize("place", [0, 1000, 2000])
+def test_every_prompt_counts_in_the_checksum_of_the_data(place):
+    prompts = [f"{number}+1=" for number in range(2001)]
+    whole = checksum(Dataset.from_dict({"prompt": prompts}))
+    prompts[place] = "?"
+    assert checksum(Dataset.from_dict({"prompt": prompts})) != whole

@@ -132,12 +132,14 @@ def test_training_on_its_recorded_rollouts_repeats_a_run(tiny_model, tmp_path, o
         assert same["opo/ratio/ess"] == pytest.approx(entry["opo/ratio/ess"], abs=1e-3)
 
 
-def test_stale_completions_have_the_bounded_weight_in_a_single_pass_too(tiny_model, tmp_path, recorded):
+@pytest.mark.parametrize("ratio_form", ["truncated", "log"])
+def test_stale_completions_have_the_bounded_weight_in_a_single_pass_too(tiny_model, tmp_path, recorded, ratio_form):
     """Here the policy is another one than the behaviour policy from the first step on."""
     trained(tiny_model, tmp_path / "other", **STEPS).save_model(tmp_path / "model")
     model = str(tmp_path / "model")
-    once = replayed(model, tmp_path / "once", recorded, num_iterations=1, max_steps=1)
-    twice = replayed(model, tmp_path / "twice", recorded, num_iterations=2, max_steps=1)
+    options = {"max_steps": 1, "ratio_form": ratio_form}
+    once = replayed(model, tmp_path / "once", recorded, num_iterations=1, **options)
+    twice = replayed(model, tmp_path / "twice", recorded, num_iterations=2, **options)
     gradient = once.steps[0].gradient
     first_of_two = twice.steps[0].gradient
     assert relative_error(gradient, first_of_two) < 1e-6  # `test_replay` compares the latter with the definition

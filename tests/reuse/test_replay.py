@@ -261,3 +261,11 @@ def test_a_resumed_run_completes_the_rollout_that_spent_its_budget(tiny_model, t
     resumed = make_trainer(tiny_model, tmp_path, max_steps=50, max_completions=16, **PASSES)
     resumed.train(resume_from_checkpoint="last")
     assert resumed.state.global_step == 6
+
+
+def test_a_run_resumed_with_other_micro_batches_completes_the_rollout_that_spent_its_budget(tiny_model, tmp_path):
+    rows = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8, "steps_per_generation": 16}
+    trained(tiny_model, tmp_path, max_steps=1, save_strategy="steps", **rows)  # of 2, after 8 of 16 micro-steps
+    resumed = make_trainer(tiny_model, tmp_path, max_steps=50, max_completions=16, steps_per_generation=4)
+    resumed.train(resume_from_checkpoint="last")
+    assert resumed.state.global_step == 2

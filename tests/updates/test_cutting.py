@@ -6,6 +6,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from float64_reference import EXACT, Reference
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,8 +14,10 @@ from named_tensors import distance, relative_error, snapshot
 from recording_trainers import RecordingOPO, logged, trained, without_times
 from scripted_rollouts import Script
 
+from opo_trl import OPOConfig
 from opo_trl.updates import cutting
 from opo_trl.updates.cutting import FEWEST_PASSES, Limits, best_cut, partition, spread
+from opo_trl.updates.planner import Planner
 
 
 @st.composite
@@ -101,6 +104,14 @@ def test_no_process_computes_much_more_than_the_mean(rows, n_processes):
     tokens = np.where(left_out, 0, lengths.sum(axis=1))
     tokens_of_processes = tokens[members].sum(axis=1)
     assert tokens_of_processes.max() <= tokens_of_processes.mean() + tokens.max()
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "galore_adamw_layerwise", "lomo"])
+def test_a_step_is_not_cut_for_an_optimizer_that_steps_in_every_backward_pass(optim):
+    args = OPOConfig("unused", use_cpu=True, bf16=False, optim=optim)
+    planner = Planner(args, Accelerator(cpu=True), communicates=False)
+    has_fewest = planner._limits(4).pass_tokens == FEWEST_PASSES
+    assert has_fewest == (optim != "adamw_torch")
 
 
 # In training
@@ -216,3 +227,19 @@ def test_the_behaviour_policy_scores_only_the_completions_that_need_it(tiny_mode
     sizes.clear()
     run(tiny_model, tmp_path / "2", max_steps=2, steps_per_generation=2)
     assert sum(sizes) == 0  # on-policy
+
+
+def test_only_the_last_backward_pass_of_an_optimizer_step_exchanges_gradients(tiny_model, tmp_path, monkeypatch):
+    """DeepSpeed takes an optimizer step in each pass that does."""
+    exchanges = []
+    backward = Accelerator.backward
+
+    def noted(accelerator, loss, **options):
+        exchanges.append(accelerator.sync_gradients)
+        return backward(accelerator, loss, **options)
+
+    monkeypatch.setattr(Accelerator, "backward", noted)
+    trainer = run(tiny_model, tmp_path, max_tokens_per_micro_batch=60)
+    n_calls = trainer.state.global_step * RUN["gradient_accumulation_steps"]
+    assert len(exchanges) > n_calls  # several passes in a call
+    assert exchanges.count(True) == trainer.state.global_step == 4
