@@ -195,13 +195,7 @@ ABLATION = {
     "(1, 1, 0, 2)": _topr(1, 1, 0, 2),
 }
 DECIDING = {**REFERENCES, **CANDIDATES}
-_TRL = {"objective": "grpo"}  # the loss of the package, which has the fields of TRL
-LATER = {  # arms of `cliff`
-    "GSPO, clip range 0.2": Arm(GSPO, own="clip", values=(0.2,)),
-    "GRPO, truncated sampling of tokens": Arm(published.TruncatedSampling, _TRL),
-    "GRPO, truncated sampling of completions": Arm(published.TruncatedSamplingOfCompletions, _TRL),
-}
-ARMS = {**DECIDING, **ABLATION, **LATER}
+ARMS = {**DECIDING, **ABLATION}
 
 
 # Regimes
@@ -223,20 +217,17 @@ def problems_of(level: str, seed: int = 61) -> tuple[offline.Rows, offline.Rows,
     return problems("train"), problems("test"), problems("validation")
 
 
-PRETRAINED = ("largest", "addition")  # of SmolLM2; the latter is a task of `cliff`
+PRETRAINED = "largest"  # of SmolLM2
 _MANY = offline.TASKS["arithmetic"]
 RECORDED = {
     "many": _MANY,
     "few": replace(_MANY, prompts=offline.FEW_PROMPTS, in_a_row=True),
     "spelling": offline.TASKS["spell_backward"],
-    **{
-        level: replace(offline.TASKS[offline.PRETRAINED], problems=partial(problems_of, level), prompts=64)
-        for level in PRETRAINED
-    },
+    PRETRAINED: replace(offline.TASKS[offline.PRETRAINED], problems=partial(problems_of, PRETRAINED), prompts=64),
 }
 ONLINE = {"lag": "lag64", "replay": "replay", "fresh": "fresh"}
 REGIMES = ("many", "few", "lag", "replay", "fresh", "spelling", "largest")
-LOWEST_RATE = {**dict.fromkeys(REGIMES, 2.5e-5), "spelling": 5e-5, **dict.fromkeys(PRETRAINED, 2.5e-6)}
+LOWEST_RATE = {**dict.fromkeys(REGIMES, 2.5e-5), "spelling": 5e-5, PRETRAINED: 2.5e-6}
 EPOCHS = 4
 
 
@@ -261,7 +252,7 @@ def cells() -> list[tuple[str, str]]:
 
 def tuning_seeds(regime: str) -> tuple[int, ...]:
     """All settings are tried with the first, as many of the best as there are seeds with the others, too."""
-    return (601, 602) if regime in PRETRAINED else (601, 602, 603)
+    return (601, 602) if regime == PRETRAINED else (601, 602, 603)
 
 
 def seeds(arm: str, regime: str) -> range:
@@ -325,7 +316,7 @@ def recorded(task: offline.Task, regime: str, seed: int) -> offline.Rows:
     file = Path("runs/bounds", f"{regime}, {seed}.json")
     if not file.exists():
         rows = task.record(seed)
-        if regime in PRETRAINED:
+        if regime == PRETRAINED:
             decode = AutoTokenizer.from_pretrained(task.base).decode
             rows = [first_line(row, decode) for row in rows]
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -335,30 +326,21 @@ def recorded(task: offline.Task, regime: str, seed: int) -> offline.Rows:
     return json.loads(file.read_text())
 
 
-def train(run: Run, at_a_time: int = 0) -> dict[str, Any]:
-    """
-    Train and measure in this process, which must be a new one. With `at_a_time`, a pretrained model computes less: a
-    step has one pass, and so many completions, sampled and greedy, are measured together.
-    """
+def train(run: Run) -> dict[str, Any]:
+    """Train and measure in this process, which must be a new one."""
     torch.set_num_threads(1)
     arm, began = ARMS[run.arm], time.process_time()
     if run.regime in ONLINE:
         own = training.Run(run.arm, ONLINE[run.regime], run.learning_rate, run.own, run.seed, run.tuning)
         line = training.train(own, arm.kind, arm.own, dict(arm.options), draws=run.seed)
         return {**asdict(run), **{name: line[name] for name in ("sampled", "greedy", "entropy", "seconds")}}
-    computes_less = at_a_time > 0 and run.regime in PRETRAINED
     with tempfile.TemporaryDirectory() as folder, open(os.path.join(folder, "log.txt"), "w") as log:
         for stream in (1, 2):
             os.dup2(log.fileno(), stream)
         trainer = make_trainer(run, folder)
-        if computes_less:
-            shared_beginning.apply(in_one_pass=True)
         trainer.train()
     task, weights = RECORDED[run.regime], trainer.model.state_dict()
-    if computes_less:
-        reached = measure_both(run, replace(task, batch=at_a_time), weights)
-    else:
-        reached = task.accuracies(weights, for_tuning=run.tuning, draws=run.seed)
+    reached = task.accuracies(weights, for_tuning=run.tuning, draws=run.seed)
     entropies = [entry["entropy"] for entry in trainer.state.log_history if "entropy" in entry][-5:]
     return {
         **asdict(run),
@@ -368,19 +350,10 @@ def train(run: Run, at_a_time: int = 0) -> dict[str, Any]:
     }
 
 
-def measure_both(run: Run, task: offline.Task, weights: Any) -> dict[str, float]:
-    """Sampled and greedy accuracy on test problems, whose prompts are computed once for both (`shared_beginning`)."""
-    temperatures = {"sampled": 1.0, "greedy": 1e-4}
-    problems = [problem for problem in task.problems()[2 if run.tuning else 1] for _ in temperatures]
-    rows = task.complete(problems, seed=run.seed, temperature=[*temperatures.values()], weights=weights)
-    rewards = [row["reward"] for row in rows]
-    return {name: fmean(rewards[place :: len(temperatures)]) for place, name in enumerate(temperatures)}
-
-
 def make_trainer(run: Run, folder: str) -> Any:
     """The trainer of a run on recorded completions."""
     task, arm = RECORDED[run.regime], ARMS[run.arm]
-    if run.regime in PRETRAINED:
+    if run.regime == PRETRAINED:
         real_model.multiply_as_bfloat16()
         shared_beginning.apply()
         offline.trl.trainer.utils._use_triton = lambda device: True  # the head computes completions only, as on GPUs

@@ -103,7 +103,14 @@ def turns(mask: torch.Tensor) -> int:
     [
         {"tools": [guess], "reward_funcs": [messages]},
         {"max_tokens_per_micro_batch": 120, "ratio_form": "exact", "beta": 0.1},
-        {"mask_truncated_completions": True, "max_completion_length": 23, "reward_funcs": [messages]},
+        # Most games are cut: in groups of eight, some are not, and differ.
+        {
+            "mask_truncated_completions": True,
+            "max_completion_length": 23,
+            "reward_funcs": [messages],
+            "num_generations": 8,
+            "per_device_train_batch_size": 8,
+        },
         {"num_iterations": 2, "max_staleness": 1, "max_steps": 12, "max_sampling_rounds": 3, "beta": 0.1},
     ],
     ids=" ".join,

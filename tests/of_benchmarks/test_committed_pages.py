@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.losses import bounds, cliff, offline, real_model
+from benchmarks.losses import bounds, offline, real_model, stale_pretrained
 from benchmarks.losses.objectives import design, report
 from benchmarks.losses.objectives.__main__ import FRESH, RECORD, read
 from benchmarks.paper import claims, saturation
@@ -50,17 +50,18 @@ def bounds_page():
     return bounds.page(runs)
 
 
-def cliff_page():
-    return cliff.page(cliff.read_runs())
+def stale_pretrained_page():
+    runs = stale_pretrained.read(stale_pretrained.Run, stale_pretrained.RECORD)
+    return stale_pretrained.page(runs)
 
 
 PAGES = {
     "losses/bounds.md": bounds_page,
-    "losses/cliff.md": cliff_page,
     "paper/claims.md": claims.page,
     "losses/offline.md": offline_page,
     "updates/prefetch.md": prefetch_page,
     "losses/real_model.md": real_model_page,
+    "losses/stale_pretrained.md": stale_pretrained_page,
     "updates/update_phase.md": update_phase_page,
 }
 
