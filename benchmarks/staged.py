@@ -137,7 +137,7 @@ def run_missing(
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     context, failed = multiprocessing.get_context("forkserver"), False
-    context.set_forkserver_preload(["opo_trl.command.train", *_started()])  # importing them takes long
+    context.set_forkserver_preload(["opo_trl.command.train", *_imported()])  # importing them takes long
     workers = ProcessPool(jobs, max_tasks=1, context=context)
     with workers, file.open("a") as lines, tqdm(desc="runs") as bar:
         for next_runs in methods:
@@ -156,10 +156,9 @@ def run_missing(
     return int(failed)
 
 
-def _started() -> list[str]:
-    """The name of the module that `python -m` has started, if any."""
-    spec = sys.modules["__main__"].__spec__
-    return [spec.name] if spec else []
+def _imported() -> list[str]:
+    """The modules of benchmarks that are imported, without the one that `python -m` has started."""
+    return [name for name in sys.modules if name.startswith(f"{__package__}.")]
 
 
 def _made(make: Callable[[Any], dict[str, Any]], run: Any) -> tuple[dict[str, Any], str]:
