@@ -44,6 +44,7 @@ from .batch import Batch, as_batch, completion_tokens, model_inputs
 from .checks.text import printable
 from .checks.weights import check_trainable
 from .config import OPOConfig
+from .fields import require
 from .generation.rollouts import RolloutTrainer
 from .groups import complete_groups, own_samples
 from .metrics import unlogged
@@ -174,13 +175,19 @@ class OPOTrainer(RolloutTrainer):
     def _named_objective(self) -> Objective:
         """
         The objective: a subclass of this trainer sets its class (`objective_class`), otherwise the field `objective`
-        names it. If the field names another one than OPO, the model card has that name, and not OPO's paper.
+        names it. If the field names another one than OPO, the model card has that name, and not OPO's paper. A
+        `ValueError` if the field names another one than OPO, which the subclass's is not derived from.
         """
-        kind = self.objective_class or objective_named(self.args.objective)
-        if not (self.objective_class or issubclass(kind, OPO)):
-            self._name = kind.__name__
+        name = self.args.objective
+        named = objective_named(name)
+        own = self.objective_class
+        if own:
+            allowed = f"'opo', its default: {type(self).__name__} trains its own `objective_class`, {own.__name__}"
+            require(name == "opo" or issubclass(own, named), "objective", name, allowed)
+        elif not issubclass(named, OPO):
+            self._name = named.__name__
             self._paper = {}
-        return kind(self.args)
+        return (own or named)(self.args)
 
     def _begin(self, resumed: Mapping[str, Any] | None = None) -> None:
         """

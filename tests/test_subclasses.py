@@ -12,6 +12,7 @@ from scripted_rollouts import Script
 from transformers import TrainerCallback
 
 from opo_trl import OPOTrainer
+from opo_trl.objective import OPO
 
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "subclassing.md"
@@ -109,6 +110,19 @@ PARTS = {"max_tokens_per_micro_batch": 60, "steps_per_generation": 4, "max_steps
 class Scaled(RecordingOPO):
     def compute_loss(self, *inputs, **named):
         return 0.5 * super().compute_loss(*inputs, **named)
+
+
+class Own(OPO):
+    """Reads the fields of OPO, as an objective of a user does."""
+
+
+@pytest.mark.parametrize("field", ["objective", "loss_type"])
+def test_a_loss_beside_the_objective_of_a_subclass_is_rejected(tiny_model, tmp_path, field):
+    trainer_class = type("WithOwn", (RecordingOPO,), {"objective_class": Own})
+    named = "objective='grpo' is not allowed. Set `objective` to 'opo', its default: WithOwn trains .* Own."
+    with pytest.raises(ValueError, match=named):
+        make_trainer(tiny_model, tmp_path, trainer_class=trainer_class, **{field: "grpo"})
+    assert isinstance(make_trainer(tiny_model, tmp_path, trainer_class=trainer_class).policy_objective, Own)
 
 
 def test_loss_of_a_subclass_is_trained(tiny_model, tmp_path):

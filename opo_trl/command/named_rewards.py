@@ -5,6 +5,7 @@ To add a reward function with a name of its own, add it to [`REWARDS`].
 """
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -26,6 +27,11 @@ from ..rewards.scoring import IsolatedReward
 from .arguments import OPOScriptArguments
 
 
+logger = logging.getLogger(__name__)
+
+_OF_TRL = "get_soft_overlong_punishment"
+_FREE_OF_IT = 1280 - 256  # tokens
+
 # Name in `reward_funcs` → function.
 REWARDS: dict[str, Callable] = {
     "accuracy_reward": accuracy_reward,
@@ -36,7 +42,7 @@ REWARDS: dict[str, Callable] = {
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
     "think_format_reward": rewards.think_format_reward,
     # Under the name and with the limits of TRL's script.
-    "get_soft_overlong_punishment": get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
+    _OF_TRL: get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256),
 }
 
 
@@ -45,7 +51,7 @@ def load_reward(name: str) -> Callable:
     Find a reward function by its name in [`REWARDS`] or its dotted import path. A `ValueError` if there is none, or it
     is a class.
     """
-    allowed = f"one of {', '.join(REWARDS)}, or to the dotted path of a function"
+    allowed = f"one of {', '.join(REWARDS)}, soft_overlong_punishment, or to the dotted path of a function"
     reward = REWARDS.get(name) or load("reward_funcs", name, allowed, "my_rewards.length_reward")
     require(not inspect.isclass(reward), "reward_funcs", name, "a function: a class would have to be made first")
     return reward
@@ -64,6 +70,11 @@ def load_rewards(script: OPOScriptArguments, args: OPOConfig) -> list:
         fits = bool(cache and length and cache <= length)
         allowed = f"a number up to max_completion_length={length}, and `reward_funcs` to hold soft_overlong_punishment"
         require(needs_cache and fits, "overlong_cache", cache, allowed)
+    if _OF_TRL in names and length and length <= _FREE_OF_IT:
+        logger.warning(
+            f"{_OF_TRL!r} has TRL's limits: it punishes completions of more than {_FREE_OF_IT:,} tokens, and "
+            f"max_completion_length={length} allows none. `soft_overlong_punishment` takes the limit of the run."
+        )
     # `reward_workers` are those of a node, which its processes share.
     workers = max(script.reward_workers // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
     limits: Any = {"workers": workers, "timeout": script.reward_timeout, "memory": script.reward_memory}

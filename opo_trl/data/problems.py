@@ -220,7 +220,10 @@ def _with_level_in(problems: Dataset, levels: Sequence[str]) -> Dataset:
     known = set(level_of_row)
     known.discard(None)
     if isinstance(levels, str) or not known.issuperset(levels):
-        raise ValueError(f"levels={levels!r} must be a list of the dataset's levels: {sorted(known)}.")
+        raise ValueError(
+            f"levels={levels!r} must be a list of the dataset's levels: {sorted(known)}. The same holds for "
+            "`report_levels` and `validation_levels`."
+        )
     return problems.select([index for index, level in enumerate(level_of_row) if level in levels])
 
 

@@ -235,7 +235,13 @@ def _rewarded(
             "as good examples. Add `reward` to leave out those that have failed."
         )
         return list(trajectories)
-    least = max(rewards) if min_reward is None else min_reward
+    best = max(rewards)
+    least = best if min_reward is None else min_reward
+    if least <= 0 and min(rewards) == best:
+        logger.warning(
+            f"{source!r}: all {len(rewards):,} rewards are {best:g}, so trajectories that have failed would be taken "
+            "as good examples. Set `min_reward` (`--min-reward`) above it to leave them out."
+        )
     chosen = []
     for trajectory in trajectories:
         reward = trajectory.reward

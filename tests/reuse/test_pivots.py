@@ -228,6 +228,19 @@ def test_without_rewards_a_warning_counts_the_states(tokenizer, tmp_path, caplog
         to_pivots(source, tokenizer, min_reward=1.0)
 
 
+@pytest.mark.parametrize(("rewards", "warns"), [((0, 0), True), ((-1, -1), True), ((1, 1), False), ((0, 1), False)])
+def test_a_warning_says_that_all_conversations_have_failed(tokenizer, tmp_path, caplog, rewards, warns):
+    first, second = rewards
+    source = written(tmp_path, conversation("Rome", reward=first), conversation("Oslo", reward=second))
+    with caplog.at_level(logging.WARNING):
+        to_pivots(source, tokenizer)
+    assert (f"all 2 rewards are {first}, so trajectories that have failed" in caplog.text) == warns
+    caplog.clear()
+    if warns:
+        with pytest.raises(ValueError, match="no state"):
+            to_pivots(source, tokenizer, min_reward=0.5)
+
+
 def tasks_of(split: Dataset) -> set[str]:
     """What users ask for first."""
     first_messages = [prompt[0] for prompt in split["prompt"]]

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import logging
 import math
 import os
 import pickle
@@ -397,6 +398,16 @@ def test_recipe_isolates_accuracy_reward_and_shares_the_workers_of_a_node(monkey
     assert plain is think_format_reward
     script = OPOScriptArguments(dataset_name="…", reward_workers=0)
     assert load_rewards(script, OPOConfig("…", use_cpu=True, bf16=False)) == [accuracy_reward]
+
+
+@pytest.mark.parametrize(("length", "warns"), [(512, True), (1024, True), (1025, False)])
+def test_a_punishment_that_no_completion_is_long_enough_for_is_named(caplog, length, warns):
+    script = OPOScriptArguments(dataset_name="…", reward_funcs=["get_soft_overlong_punishment"])
+    args = OPOConfig("…", use_cpu=True, bf16=False, max_completion_length=length)
+    with caplog.at_level(logging.WARNING):
+        (punishment,) = load_rewards(script, args)
+    assert punishment(completion_ids=[[0] * length]) == [0.0 if warns else -1 / 256]
+    assert (f"max_completion_length={length} allows none" in caplog.text) == warns
 
 
 # In a run
