@@ -66,9 +66,9 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
     table = [
         # Does the policy learn, and from what?
         Diagnostic("reward", "reward", "rise", low=1, wrong=(-1, math.inf)),
-        Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "last", high=0.75, wrong=(0, 0.95)),
+        Diagnostic("groups", "opo/frac_zero_drive frac_reward_zero_std", "end", high=0.75, wrong=(0, 0.95)),
         Diagnostic(
-            "truncated", "completions/clipped_ratio", "last", high=most_truncated, wrong=(0, lost_by_truncation)
+            "truncated", "completions/clipped_ratio", "end", high=most_truncated, wrong=(0, lost_by_truncation)
         ),
         Diagnostic("entropy", "entropy", "ratio", low=0.1, high=3),
         Diagnostic("gradient", "grad_norm", "ratio", low=0.01, high=10, wrong=(1e-4, math.inf)),
@@ -96,7 +96,7 @@ def diagnostics(settings: Mapping[str, Any]) -> list[Diagnostic]:
 
 
 _RANGES = {
-    "last": " at the end",
+    "end": " at the end",
     "ratio": " times the first",
     "over_on_policy": " times on-policy",
     "median": " in the median",
@@ -109,10 +109,10 @@ _RANGES = {
 
 _SENTENCES = {
     "reward": "Reward went from {first:.3g} to {last:.3g} (linear trend {change:+.2g} ± {margin:.2g})",
-    "groups": "Zero-variance groups held {last:.0%} of completions at the end",
-    "truncated": "Truncated completions were {last:.0%} at the end",
-    "entropy": "Entropy per token went from {start:.2g} to {last:.2g} nats",
-    "gradient": "Gradient norm went from {start:.3g} to {last:.3g}",
+    "groups": "Zero-variance groups held {end:.0%} of completions at the end",
+    "truncated": "Truncated completions were {end:.0%} at the end",
+    "entropy": "Entropy per token went from {start:.2g} to {late:.2g} nats",
+    "gradient": "Gradient norm went from {start:.3g} to {late:.3g}",
     "pull-back": "Gradient norm of off-policy steps was {over_on_policy:.2g} times that of on-policy steps",
     "escort": "Escort effective sample size stayed at {median:.1f}",
     "χ²": "χ² to the behaviour policy in off-policy steps was {median:.2g}",
@@ -207,21 +207,25 @@ class Verdict:
         return printable(" ".join(parts))
 
 
-def facts(values: Sequence[float], on_policy: Sequence[float], generated: float) -> dict[str, float]:
+def facts(
+    values: Sequence[float], on_policy: Sequence[float], generated: float, steps_per_value: float = 1.0
+) -> dict[str, float]:
     """
     What sentences and bounds of a metric refer to, from its finite values in the order of the log.
 
     `on_policy`: those of optimizer steps in which the policy is still the one that generated the rollout.
     `generated`: completions generated in the run; NaN if not logged.
+    `steps_per_value`: optimizer steps that a value stands for.
     """
     tenth = min(max(len(values) // 10, 3), len(values))  # number of values at either end: a tenth, and at least 3
     first = _median(values[:tenth])
     last = _median(values[-tenth:])
     median = _median(values)
-    start = first
-    if not first:  # The first groups may all have zero variance.
-        nonzero = [value for value in values if value]
-        start = _median(nonzero[:tenth]) if nonzero else 0.0
+    # Where a step has one group, the gradient is 0 in each step whose group has zero variance.
+    n_late = max(tenth, math.ceil(_FEWEST_STEPS / steps_per_value))
+    n_start = min(n_late, max(len(values) // 2, tenth))
+    start = _median_of_nonzero(_nonzero(values)[:n_start])
+    late = _median_of_nonzero(values[-n_late:])
     change, margin = trend(values)
     rise = _ratio(change, margin)
     # The mean of |x - y| is 1.13 standard deviations of the noise, so that this is about twice the standard error of a
@@ -234,7 +238,9 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
         "first": first,
         "last": last,
         "start": start,
-        "ratio": _ratio(last, start) if len(values) >= _FEWEST_OF_A_TREND else math.nan,
+        "late": late,
+        "end": _share_at_end(values, tenth),
+        "ratio": _ratio(late, start) if len(values) >= _FEWEST_OF_A_TREND else math.nan,
         "mean": float(np.mean(values)),
         "median": median,
         "left": 1 + median,  # of a residual that is 0 where nothing is lost, and -1 where all is
@@ -251,6 +257,26 @@ def facts(values: Sequence[float], on_policy: Sequence[float], generated: float)
 
 def _median(values: Sequence[float] | np.ndarray) -> float:
     return float(np.median(values))
+
+
+def _share_at_end(shares: Sequence[float], fewest: int) -> float:
+    """
+    The mean of the last shares, at least `fewest` of them and of [`_FEWEST_STEPS`] groups: a share of k independent
+    groups varies by p · (1 − p) / k.
+    """
+    mean, variance = float(np.mean(shares)), float(np.var(shares))
+    least_variance = mean * (1 - mean) / _FEWEST_STEPS  # of a share of so many groups
+    n_values = math.ceil(variance / least_variance) if least_variance > 0 else fewest
+    return float(np.mean(shares[-max(fewest, n_values) :]))
+
+
+def _nonzero(values: Sequence[float]) -> list[float]:
+    return [value for value in values if value]
+
+
+def _median_of_nonzero(values: Sequence[float]) -> float:
+    """The median of the values that are not 0; 0 if all are."""
+    return _median(_nonzero(values) or [0.0])
 
 
 def _ratio(value: float, other: float) -> float:
@@ -277,8 +303,8 @@ def trend(values: Sequence[float]) -> tuple[float, float]:
 
 def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
     """
-    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, and
-    one for the validation.
+    Verdicts on a run, from the lines of its `log.jsonl` and its settings: one for each diagnostic that was logged, one
+    for each reward function that falls while the reward rises, and one for the validation.
     """
     rewards = values_of(finite(log, "reward"))
     learns = bool(rewards) and facts(rewards, [], math.nan)["rise"] >= 1  # the reward has risen by more than its ±
@@ -292,6 +318,8 @@ def judge(log: Sequence[Entry], settings: Mapping[str, Any]) -> list[Verdict]:
             verdicts.append(_judge(diagnostic, with_reward, learns))
         else:
             verdicts.append(_judge(diagnostic, log, learns))
+    if learns:
+        verdicts += _falling_functions(log)
     verdicts.append(_validation(log))
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -343,8 +371,9 @@ def _judge(diagnostic: Diagnostic, log: Sequence[Entry], learns: bool) -> Verdic
             sentence = f"Gradient norm was exactly 0 in all {len(points):,} entries: nothing was trained."
             return Verdict(metric, sentence, False, _REMEDY_OF_NO_GRADIENT, points, "above 0", wrong=True)
     on_policy = finite(log, metric, lambda entry: entry.get("opo/off_policy_steps") == 0)
-    generated = values_of(finite(log, "completions/generated"))
-    facts_of_metric = facts(values_of(points), values_of(on_policy), max(generated, default=math.nan))
+    generated = max(values_of(finite(log, "completions/generated")), default=math.nan)
+    steps_per_value = _steps_of(points) / len(points)
+    facts_of_metric = facts(values_of(points), values_of(on_policy), generated, steps_per_value)
     value = facts_of_metric[diagnostic.fact]  # the number that the bounds are about
     if math.isnan(value):
         return Verdict(metric, f"Too little in this log for a verdict on `{metric}`.", None, "", points)
@@ -392,6 +421,21 @@ def _steps_of(points: Points) -> float:
     n_steps = last - first + interval
     n_steps_of_run = last - min(first, 1) + 1
     return min(n_steps, n_steps_of_run)
+
+
+def _falling_functions(log: Sequence[Entry]) -> list[Verdict]:
+    """Verdicts on the reward functions that fall, each by its own mean, in a run whose reward rises."""
+    logged = {name for entry in log for name in entry}
+    verdicts = []
+    for metric in sorted(logged):
+        if metric.startswith("rewards/") and metric.endswith("/mean"):
+            points = finite(log, metric)
+            facts_of_metric = facts(values_of(points), [], math.nan)
+            if facts_of_metric["rise"] <= -1:
+                change = "`{metric}` went from {first:.3g} to {last:.3g} while the reward rose"
+                sentence = change.format(metric=metric, **facts_of_metric)
+                verdicts.append(Verdict(metric, f"{sentence}.", False, _REMEDY_OF_A_FALL, points))
+    return verdicts
 
 
 def _validation(log: Sequence[Entry]) -> Verdict | None:

@@ -25,7 +25,7 @@ from ..checks.files import MOST_LINES, loads, parse, read_json, read_lines, read
 from ..checks.text import one_line
 from ..metrics.log import Entry, finite, number, values_of
 from .diagnostics import conclusion, diagnostics, judge
-from .run_files import is_run
+from .run_files import LOG, is_run
 from .run_report import describe, show
 
 
@@ -75,7 +75,12 @@ def diagnose(run: Path, output: Path | None) -> int:
 
 
 def _folder_of_our_run(path: Path) -> Path | None:
-    """The folder of a run of opo-trl at this path, which may be one of its checkpoints; `None` if there is none."""
+    """
+    The folder of a run of opo-trl at this path, which may be one of its checkpoints, or the log in either; `None` if
+    there is none.
+    """
+    if path.name in (LOG, STATE):
+        path = path.parent
     if not path.is_dir():
         return None
     for folder in (path, path.resolve().parent):

@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from html import unescape
@@ -151,6 +152,23 @@ def alternating_rewards() -> list[dict]:
     return rows
 
 
+def one_group_per_step() -> list[dict]:
+    """Two of three steps have no gradient, also the last four."""
+    rows = alternating_rewards()
+    for row in rows:
+        is_equal = row["step"] % 3 > 0 or row["step"] > 56
+        row |= {"frac_reward_zero_std": float(is_equal), "grad_norm": 0.0 if is_equal else 0.8}
+    return rows
+
+
+def function_that_falls(*, reward_rises: bool) -> list[dict]:
+    rows = rows_from(1, 40)
+    for row in rows:
+        row |= {"rewards/accuracy/mean": 0.6 - row["step"] / 100, "rewards/format/mean": 0.5}
+        row["reward"] = row["step"] / 40 if reward_rises else 0.5 + 0.1 * (row["step"] % 2)
+    return rows
+
+
 OLD = old_rows()
 SOLVED = solved_rows()
 EIGHT = rows_from(1, 8)
@@ -198,6 +216,30 @@ LOGS = {
     ),
     "lost reward": (noisy(reward_lost_after_140_steps), 0, {"Reward went": "look"}, []),
     "reward that stays": (noisy(reward_that_stays_at_its_height), 0, {"Reward went": "healthy"}, []),
+    "one group for each step": (
+        one_group_per_step(),
+        0,
+        {"Zero-variance groups": "look", "Gradient norm": "healthy"},
+        ["held 80% of completions at the end", "Gradient norm went from 0.8 to 0.8."],
+    ),
+    "gradient only at the end": (
+        rows_from(1, 19, grad_norm=0.0) + rows_from(20, 20, grad_norm=13.0),
+        0,
+        {"Gradient norm": "healthy"},
+        [],
+    ),
+    "accuracy falls": (
+        function_that_falls(reward_rises=True),
+        0,
+        {"`rewards/accuracy/mean` went": "look", "`rewards/format/mean` went": None, "Reward went": "healthy"},
+        ["`rewards/accuracy/mean` went from 0.575 to 0.215 while the reward rose.", "something other than correct"],
+    ),
+    "accuracy falls, no reward rises": (
+        function_that_falls(reward_rises=False),
+        0,
+        {"`rewards/accuracy/mean` went": None},
+        [],
+    ),
     "gradient of 0 at first": (
         NO_GRADIENT_AT_FIRST,
         0,
@@ -385,6 +427,21 @@ def test_verdicts_on_a_log(tmp_path, capsys, name):
         assert text in printed
 
 
+def test_the_log_in_a_run_is_judged_as_the_run_is(tmp_path, capsys):
+    """With replay, the weights of old completions may be as uneven as this."""
+    checkpoint = tmp_path / "checkpoint-20"
+    checkpoint.mkdir()
+    rows = rows_from(1, 20, **{"opo/ratio/ess": 0.3})
+    write_lines(tmp_path / "log.jsonl", rows)
+    write_state(checkpoint, 20, rows)
+    both = (tmp_path / "log.jsonl", checkpoint / "trainer_state.json")
+    for log in both:
+        assert verdicts_of(capsys, log)["Effective sample"] == "look"
+    write_json(tmp_path / "settings.json", {"max_staleness": 8})
+    for path in (tmp_path, *both):
+        assert verdicts_of(capsys, path)["Effective sample"] == "healthy"
+
+
 @pytest.fixture(scope="module")
 def committed_runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("recorded")
@@ -394,11 +451,13 @@ def committed_runs(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("method", ["grpo", "dapo", "gspo"])
-def test_committed_runs_that_learn_are_within_the_bounds(committed_runs, capsys, method):
+def test_committed_runs_that_learn_are_within_the_bounds(committed_runs, tmp_path, capsys, method):
+    """Their logs alone, without their settings."""
     committed = sorted(committed_runs.glob(f"*/{method}/seed-*/log.jsonl"))
     assert len(committed) >= 15
     for log in committed:
-        status, verdicts, _ = diagnose(capsys, log)
+        alone = shutil.copy(log, tmp_path / "run.jsonl")
+        status, verdicts, _ = diagnose(capsys, alone)
         assert status == 0
         for subject in ("Clipped ratios", "Reward went", "Gradient norm"):
             assert verdicts[subject] == "healthy"
