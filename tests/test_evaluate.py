@@ -17,7 +17,7 @@ from launched_processes import launch, logs
 from trl import GRPOConfig, GRPOTrainer
 
 from opo_trl import OPOConfig, OPOTrainer
-from opo_trl.evaluate import Evaluation, _own_random_state, evaluate, wilson_interval
+from opo_trl.evaluate import Evaluation, _decoding_as, _own_random_state, evaluate, wilson_interval
 from opo_trl.rewards.errors import RewardError
 
 
@@ -113,6 +113,21 @@ def test_interval_over_problems_without_spread_is_not_a_point(reward):
     summary = Evaluation(samples, per_problem=2).summary()
     expected = wilson_interval(6 * int(reward), 6)
     assert (summary["low"], summary["high"]) == expected
+
+
+def test_only_rewards_of_1_and_more_are_correct():
+    samples = [{"prompt": "", "completion": "", "reward": reward} for reward in (0.5, 1.0, None, 1.2, -1.0)]
+    result = Evaluation(samples)
+    assert (result.correct, result.scored, result.unscorable) == (2, 4, 1)
+    assert result.accuracy == 0.5
+
+
+def test_vllm_is_greedy_in_an_evaluation_and_samples_afterwards():
+    """Also where `generation_kwargs` of the run have a temperature."""
+    engine = SimpleNamespace(temperature=0.7, generation_kwargs={"temperature": 1.3, "seed": 1})
+    with _decoding_as(SimpleNamespace(use_vllm=True, vllm_generation=engine), "greedy"):
+        assert vars(engine) == {"temperature": 0.0, "generation_kwargs": {"seed": 1}}
+    assert vars(engine) == {"temperature": 0.7, "generation_kwargs": {"temperature": 1.3, "seed": 1}}
 
 
 def most_likely_token(trainer: OPOTrainer, prompt: str) -> int:

@@ -98,16 +98,16 @@ def test_nothing_is_pushed_where_all_rewards_are_equal(push):
     assert not targets.target.any()
 
 
-def test_a_sample_of_weight_0_has_no_gradient_whatever_it_contains():
+def test_weights_of_samples_count_and_0_excludes_one_whatever_it_contains():
     logps = torch.tensor([[0.5], [torch.nan]]).log().requires_grad_()
     before = torch.tensor([0.4, 0.6])
     samples = table(torch.tensor([0.5, -0.5]), torch.ones(2), before)
-    weighted = replace(samples, logps=logps, weights=torch.tensor([1.0, 0.0]))
+    weighted = replace(samples, logps=logps, weights=torch.tensor([0.5, 0.0]))
     loss = topr(**TRUNCATED).loss(weighted)
     loss.work.sum().backward()
-    assert loss.weights.tolist() == pytest.approx([1.25, 0])
+    assert loss.weights.tolist() == pytest.approx([0.5 * 1.25, 0])
     gradient = logps.grad.squeeze(1)
-    assert gradient.tolist() == pytest.approx([-1.25 * 0.5, 0])
+    assert gradient.tolist() == pytest.approx([-0.5 * 1.25 * 0.5, 0])
 
 
 @pytest.mark.parametrize(("reduction", "ratio"), [("sum", 1.5), ("mean", 1.5**0.5)])

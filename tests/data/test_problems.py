@@ -191,6 +191,16 @@ class TestColumns:
         empty, _ = take(table({"instruction": "Add 2 and 3.", part: "", "answer": "5"}), {}, "problem")
         assert empty[0]["problem"] == "Add 2 and 3."
 
+    def test_nan_is_no_answer(self, tmp_path: Path):
+        rows = datasets.Dataset.from_dict({"problem": ["a", "b"], "answer": [2.5, float("nan")]})
+        rows.to_parquet(tmp_path / "train.parquet")
+        assert load_problems(str(tmp_path))["solution"] == ["2.5", None]
+
+    def test_solutions_have_the_answers_only_if_all_have_boxes(self, tmp_path: Path):
+        worked = [{"problem": "1 + 1", "solution": text, "answer": "2"} for text in ("\\boxed{2}", "It is two.")]
+        assert load_problems(write(tmp_path / "some.jsonl", worked))["solution"] == ["2", "2"]
+        assert load_problems(write(tmp_path / "all.jsonl", worked[:1]))["solution"] == ["\\boxed{2}"]
+
     def test_answers_that_are_mapped_under_another_name_than_ours_are_named(self):
         rows = table({"question": "2 + 3?", "answer": "First, we add.", "result": "5"})
         with pytest.raises(ValueError, match=r"'answer' is not the name.*`columns: \{solution: result\}`"):

@@ -382,20 +382,24 @@ def test_own_completions_in_bfloat16_without_a_signal_change_nothing(tiny_model,
     assert_unchanged(replayed(tiny_model, tmp_path, source, **EQUAL | low))
 
 
-def test_completions_of_another_model_pull_without_a_signal(tiny_model, tmp_path, recorded):
-    """Beside the policy's own, which are at rest: their rounding has no effect."""
-    rows = with_equal_rewards(rows_of(recorded))
+@pytest.mark.parametrize("moved", [0.1, 1e-3])
+@pytest.mark.parametrize("are_equal", [True, False])
+def test_completions_of_another_model_pull(tiny_model, tmp_path, recorded, are_equal, moved):
+    """Without a signal, and with one. The rounding of the policy's own has no effect beside them."""
+    rows = rows_of(recorded)
+    if are_equal:
+        rows = with_equal_rewards(rows)
 
     def gradient(rounding: float) -> dict[str, torch.Tensor]:
         of_policy = changed_logps(rows[::2], lambda logp: logp - rounding)
-        of_another = changed_logps(rows[1::2], lambda logp: logp - 0.1)
+        of_another = changed_logps(rows[1::2], lambda logp: logp - moved)
         both = list(chain.from_iterable(zip(of_policy, of_another, strict=True)))
         source = written(tmp_path, both, f"{rounding}.jsonl")
         run = replayed(tiny_model, tmp_path, source, **EQUAL | {"max_steps": 1})
         return run.steps[0].gradient
 
     without_rounding = gradient(0.0)
-    assert norm(without_rounding) > 0.01
+    assert norm(without_rounding) > moved / 10
     assert distance(without_rounding, gradient(2e-6)) == 0
 
 

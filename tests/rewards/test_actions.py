@@ -187,6 +187,13 @@ def test_whole_numbers_are_exact_and_others_nearly(reader):
     assert is_same(math.nan, math.nan)
 
 
+def test_a_number_that_is_written_as_text_is_another_value(reader):
+    tools = [{"name": "book", "parameters": {"properties": {"nights": {"type": "integer"}}}}]
+    ids = encoded(reader, turn({"nights": "3"}))
+    done = reader.read(ids, tools=[{"type": "function", "function": tool} for tool in tools])
+    assert reader.verdict(logged_action(message({"nights": 3})), done, (), {}) == "another 'nights'"
+
+
 def test_calls_come_in_any_order_and_each_counts_once(reader):
     rome, oslo = {"city": "Rome"}, {"city": "Oslo"}
     logged = message(rome)
@@ -287,6 +294,7 @@ def test_white_space_alone_is_compared_as_it_is():
 def test_normalized_keeps_indentation():
     assert normalized(" a \t b ") == "a b"
     assert normalized("if x:\n    y  \n\n") == "if x:\n    y"
+    assert normalized("a\n b\n   ") == "a\n b"
     assert normalized("e\u0301") == "\u00e9"
     assert normalized("\n") == "\n"
 

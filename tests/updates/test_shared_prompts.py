@@ -112,6 +112,20 @@ def test_log_probabilities_entropies_and_gradient_are_those_of_rows(kind, gaps):
     assert model_for(model, cut_by_an_override) is model
 
 
+def test_attention_has_its_dropout():
+    model = make_model("qwen3", attention_dropout=0.5)
+    rows, lengths, prompts = padded_groups(torch.Generator().manual_seed(0))
+    prompt_ids, completion_ids = rows["input_ids"].split([P, T], dim=1)
+    batch = {"prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    labels = rows["input_ids"].masked_fill(rows["attention_mask"] == 0, -100)
+    labels[:, :P] = -100
+    shared = model_for(model, batch | arrange(batch, lengths, prompts))
+    for mode, is_same in ((model.eval, True), (model.train, False)):
+        mode()
+        one, other = (shared(**rows, labels=labels, fused_lm_head=True)["log_probs"] for _ in range(2))
+        assert torch.equal(one, other) == is_same
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_padding_is_finite_in_half_precision(dtype):
     model = make_model("qwen3").to(dtype)
@@ -160,11 +174,11 @@ def test_shapes_of_parts_are_those_of_their_rows():
 
 
 def test_prompts_are_told_apart_by_their_tokens_and_not_by_their_padding():
-    ids = torch.tensor([[7, 0, 5, 6], [0, 0, 5, 6], [0, 9, 5, 6], [0, 0, 6, 5], [0, 5, 6, 0]])
-    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1]])
+    ids = torch.tensor([[7, 0, 5, 6], [0, 0, 5, 6], [0, 9, 5, 6], [0, 0, 6, 5], [0, 5, 6, 0], [0, 0, 5, 6]])
+    mask = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]])
     numbers = hashes({"prompt_ids": ids, "prompt_mask": mask})
     assert numbers[0] == numbers[1]
-    assert len(numbers.unique()) == 4
+    assert len(numbers.unique()) == 5  # the last one begins with the token 0
     wider = {"prompt_ids": pad(ids, (1, 0), value=9), "prompt_mask": pad(mask, (1, 0))}
     assert torch.equal(hashes(wider), numbers)
 
