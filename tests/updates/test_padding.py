@@ -68,8 +68,8 @@ def saved(tmp_path_factory):
     return {name: save(name) for name in MODELS}
 
 
-def run(model: str, folder, trainer_class=RecordingOPO, trainer_arguments=None, max_length=12, **options):
-    script = Script(seed=1, max_length=max_length)
+def run(model: str, folder, trainer_class=RecordingOPO, trainer_arguments=None, **options):
+    script = Script(seed=1, max_length=12)
     arguments = {"trainer_class": trainer_class, "trainer_arguments": trainer_arguments}
     return trained(model, folder, script=script, **arguments, **{**STEPS, **options})
 
@@ -84,11 +84,6 @@ def test_policy_that_has_not_moved_has_a_log_ratio_of_0(saved, tmp_path, caplog,
     assert trainer._any_width == any_width
     assert largest_log_ratio(trainer) < 1e-5
     assert ("`plan_micro_batches` has no effect" in caplog.text) is not any_width
-
-
-def test_positions_that_later_rollouts_may_scale_count_from_the_first(saved, tmp_path):
-    """The first completions fit into the model's original context, and longer ones may not."""
-    assert not run(saved["longrope"], tmp_path, max_length=4)._any_width
 
 
 def test_left_padding_counts_as_no_position(saved, tmp_path):
