@@ -128,6 +128,22 @@ def test_rounding_of_equal_rewards_is_no_signal(tiny_model, tmp_path, objective)
     assert logged(trainer)[0]["opo/frac_zero_drive"] == 1
 
 
+def train_on_one_equal_group(model: str, folder: str) -> None:
+    """Each of two processes has a group; the rewards of the second one's are equal."""
+    options = {**PAIRS, **ADAMW, "per_device_train_batch_size": 8}
+    trainer = trained(model, Path(folder), script=Script([*range(8), *[0.1] * 8]), objective="grpo", **options)
+    rank = trainer.accelerator.process_index
+    signals = trainer.rollouts[0].advantages.bool().tolist()
+    Path(folder, f"{rank}.json").write_text(json.dumps(signals))
+
+
+def test_rounding_is_no_signal_in_the_groups_of_a_second_process(tiny_model, tmp_path):
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(train_on_one_equal_group, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    signals = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert signals == [[True] * 8, [False] * 8]
+
+
 @pytest.mark.parametrize(
     ("rewards", "options"),
     [
