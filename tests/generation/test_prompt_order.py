@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from launched_processes import launch, logs
 from recording_trainers import make_trainer, trained
 from scripted_rollouts import PROMPTS, even_tokens
@@ -55,8 +55,13 @@ def test_a_stream_that_fills_no_rollout_is_named(tiny_model, tmp_path):
         trained(tiny_model, tmp_path, trainer_arguments={"train_dataset": stream})
 
 
-def train_on_a_stream(model: str, folder: str) -> None:
-    """Train on a stream of four files, and write which prompts this process has got."""
+def stream_of_four_files(shuffled: bool) -> IterableDataset:
+    stream = Dataset.from_dict({"prompt": PROMPTS}).to_iterable_dataset(num_shards=4)
+    return stream.shuffle(seed=1) if shuffled else stream
+
+
+def train_on_a_stream(model: str, folder: str, shuffled: bool) -> None:
+    """Train for two epochs of a stream, and write which prompts this process has got."""
     seen: list[str] = []
 
     def reward(prompts, **columns):
@@ -64,11 +69,11 @@ def train_on_a_stream(model: str, folder: str) -> None:
         return even_tokens(prompts=prompts, **columns)
 
     arguments = {
-        "train_dataset": Dataset.from_dict({"prompt": PROMPTS}).to_iterable_dataset(num_shards=4),
+        "train_dataset": stream_of_four_files(shuffled),
         "reward_funcs": reward,
         "rollout_func": None,
     }
-    steps = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": len(PROMPTS)}
+    steps = {"gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_steps": 2 * len(PROMPTS)}
     trainer = make_trainer(
         model,
         folder,
@@ -82,13 +87,19 @@ def train_on_a_stream(model: str, folder: str) -> None:
     Path(folder, f"{trainer.accelerator.process_index}.json").write_text(json.dumps(seen))
 
 
-def test_two_processes_share_each_group_of_a_stream_of_several_files(tiny_model, tmp_path):
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_two_processes_share_each_group_of_a_stream_of_several_files(tiny_model, tmp_path, shuffled):
     """By default, Accelerate gives each process files of its own: a group would have several prompts."""
     where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
-    assert launch(train_on_a_stream, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    assert launch(train_on_a_stream, tiny_model, str(tmp_path), shuffled, **where) == [0, 0], logs(tmp_path)
+    stream = stream_of_four_files(shuffled)
+    expected = []
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        expected += [row["prompt"] for row in stream for _ in range(2)]
+    assert (expected[:16] != expected[16:]) is shuffled  # each epoch of a shuffled stream has an order of its own
     for process in range(2):
-        seen = json.loads((tmp_path / f"{process}.json").read_text())
-        assert seen == [prompt for prompt in PROMPTS for _ in range(2)]
+        assert json.loads((tmp_path / f"{process}.json").read_text()) == expected
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
