@@ -204,10 +204,12 @@ def test_gradients_are_those_of_completions_of_the_older_policy(server, tiny_mod
         assert_step_equals(trainer.steps[number], reference.step(number), tolerance=10 * EXACT)
 
 
-def test_a_token_without_a_log_probability_has_no_log_ratio(server, tiny_model, tmp_path):
-    """Of vLLM, NaN. The gradient would be NaN, too, and the step skipped."""
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_token_without_a_log_probability_has_no_log_ratio(server, tiny_model, tmp_path, dropout):
+    """Of vLLM, NaN. The gradient would be NaN, too, and the step skipped. The policy's own is without dropout."""
     server.leaves_out = True
-    trainer = make_trainer(tiny_model, tmp_path, **fields(server.server_port))
+    options = {"model_init_kwargs": {"attention_dropout": dropout}}
+    trainer = make_trainer(tiny_model, tmp_path, **fields(server.server_port, **options))
     trainer.train()
     assert [entry["opo/skipped_steps"] for entry in logged(trainer)] == [0] * 6
     reference = Reference(trainer, observed(trainer))
