@@ -321,6 +321,8 @@ def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_pa
     assert counts_of_training(trainer) == before
     assert not trainer.model.training
     assert trainer._reports == []
+    trainer.evaluate(PROBLEMS.select([4, 5]))
+    assert trainer.state.log_history[-1]["eval_rewards/size/mean"] == 4.5  # of its own problems only
 
 
 def draws_of_processes(**engine) -> list[tuple[float, float, float]]:
