@@ -325,6 +325,23 @@ def test_evaluation_of_transformers_is_not_taken_for_training(tiny_model, tmp_pa
     assert trainer.state.log_history[-1]["eval_rewards/size/mean"] == 4.5  # of its own problems only
 
 
+def evaluate_three_problems(model: str, folder: str) -> None:
+    """In each process, by Transformers' evaluation of two completions at a time; the main process writes the log."""
+    settings = {"per_device_eval_batch_size": 2, "num_generations_eval": 2}
+    trainer = make_trainer(model, folder, reward_funcs=size, **settings)
+    trainer.evaluate(PROBLEMS.select([1, 2, 3]))
+    if trainer.accelerator.is_main_process:
+        Path(folder, "log.json").write_text(json.dumps(trainer.state.log_history[-1]))
+
+
+def test_rows_that_fill_the_last_batch_do_not_count_in_an_evaluation(tiny_model, tmp_path):
+    """Of four groups in two batches on two processes, the last one only repeats the first problem."""
+    where = {"config": "multi_gpu", "processes": 2, "folder": tmp_path}
+    assert launch(evaluate_three_problems, tiny_model, str(tmp_path), **where) == [0, 0], logs(tmp_path)
+    entry = json.loads((tmp_path / "log.json").read_text())
+    assert (entry["eval_reward"], entry["eval_rewards/size/mean"]) == (2, 2)
+
+
 def draws_of_processes(**engine) -> list[tuple[float, float, float]]:
     """Random numbers of PyTorch, Python and NumPy in each of four processes."""
     draws = []
