@@ -67,6 +67,17 @@ def test_every_process_gets_as_many_samples_of_a_step():
     assert all("opo_shape" not in step for step in steps)
 
 
+def test_samples_count_in_the_log_also_if_a_run_is_divided_twice():
+    """A filler is not valid, but counts as the sample that it replaces."""
+    calls = [[], [micro_batch(1, width=2, skipped=(True, False))], []]
+    once = divide([state(1.0, calls), state(1.0, calls)], cut(1, 6, 1, 2), 0)
+    (step,) = once["micro_batches"]
+    settled = {**once, "settings": cut(1, 6, 1, 2), "micro_batches": [None, [step]]}
+    parts = [divide([settled], cut(3, 2, 1, 2), process)["micro_batches"][0] for process in range(3)]
+    assert [part["opo_filler"].tolist() for part in parts] == [[False, True], [False, True], [True, True]]
+    assert [part["opo_counts"].tolist() for part in parts] == [[True, False], [True, True], [True, False]]
+
+
 def test_other_processes_keep_the_completions_of_a_step_and_of_a_rollout():
     assert fitting(cut(4, 2, 3, 6), cut(1, 3, 1, 1)) == {"gradient_accumulation_steps": 8, "steps_per_generation": 16}
     with pytest.raises(
