@@ -1,9 +1,16 @@
-"""How the states of a checkpoint's processes are divided among others; whole runs are in `faults/test_elastic.py`."""
+"""
+How the states of a checkpoint's processes are divided among others, and a run that goes on in other micro-batches.
+Runs that go on with other processes are in `faults/test_elastic.py`.
+"""
 
 import doctest
 
 import pytest
 import torch
+from datasets import Dataset
+from named_tensors import distance, snapshot
+from recording_trainers import make_trainer, trained
+from scripted_rollouts import PROMPTS, Script
 
 from opo_trl.resume import other_processes
 from opo_trl.resume.other_processes import CUT, divide, fitting
@@ -84,3 +91,17 @@ def test_other_processes_keep_the_completions_of_a_step_and_of_a_rollout():
         ValueError, match=r"=5 on 2 processes does not divide the .* 24 .* step and 48 .* divides 24\."
     ):
         fitting(cut(4, 2, 3, 6), cut(2, 5, 1, 1))
+
+
+def test_a_step_across_two_rollouts_goes_on_in_other_micro_batches(tiny_model, tmp_path):
+    """A rollout has five calls, and a step three: the second step ends after the first call of the second rollout."""
+    prompts = {"train_dataset": Dataset.from_dict({"prompt": PROMPTS * 2})}  # three rollouts
+    options = {"trainer_arguments": prompts, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
+    steps = {"gradient_accumulation_steps": 3, "steps_per_generation": 5}
+    whole = trained(tiny_model, tmp_path, **steps, **options)
+    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 6, "steps_per_generation": 10}
+    script = Script(calls=[None] * 2)
+    rest = make_trainer(tiny_model, tmp_path / "rest", script=script, **smaller, **options)
+    rest.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    end = snapshot(whole.model)
+    assert distance(snapshot(rest.model), end) < 1e-4 * distance(end, whole.initial)
