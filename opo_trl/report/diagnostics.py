@@ -9,6 +9,7 @@ The bounds separate runs that learn from runs that were broken on purpose; none 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -264,10 +265,12 @@ def _share_at_end(shares: Sequence[float], fewest: int) -> float:
     The mean of the last shares, at least `fewest` of them and of [`_FEWEST_STEPS`] groups: a share of k independent
     groups varies by p · (1 − p) / k.
     """
-    mean, variance = float(np.mean(shares)), float(np.var(shares))
-    least_variance = mean * (1 - mean) / _FEWEST_STEPS  # of a share of so many groups
-    n_values = math.ceil(variance / least_variance) if least_variance > 0 else fewest
-    return float(np.mean(shares[-max(fewest, n_values) :]))
+    mean = float(np.mean(shares))
+    variance_of_enough = mean * (1 - mean) / _FEWEST_STEPS
+    n_values = fewest
+    if variance_of_enough > 0:
+        n_values = max(fewest, math.ceil(np.var(shares) / variance_of_enough))
+    return float(np.mean(shares[-n_values:]))
 
 
 def _nonzero(values: Sequence[float]) -> list[float]:
@@ -425,16 +428,15 @@ def _steps_of(points: Points) -> float:
 
 def _falling_functions(log: Sequence[Entry]) -> list[Verdict]:
     """Verdicts on the reward functions that fall, each by its own mean, in a run whose reward rises."""
-    logged = {name for entry in log for name in entry}
     verdicts = []
-    for metric in sorted(logged):
-        if metric.startswith("rewards/") and metric.endswith("/mean"):
-            points = finite(log, metric)
-            facts_of_metric = facts(values_of(points), [], math.nan)
-            if facts_of_metric["rise"] <= -1:
-                change = "`{metric}` went from {first:.3g} to {last:.3g} while the reward rose"
-                sentence = change.format(metric=metric, **facts_of_metric)
-                verdicts.append(Verdict(metric, f"{sentence}.", False, _REMEDY_OF_A_FALL, points))
+    for metric in sorted(set(chain(*log))):
+        if not (metric.startswith("rewards/") and metric.endswith("/mean")):
+            continue
+        points = finite(log, metric)
+        facts_of_metric = facts(values_of(points), [], math.nan)
+        if facts_of_metric["rise"] <= -1:
+            change = "went from {first:.3g} to {last:.3g} while the reward rose.".format_map(facts_of_metric)
+            verdicts.append(Verdict(metric, f"`{metric}` {change}", False, _REMEDY_OF_A_FALL, points))
     return verdicts
 
 

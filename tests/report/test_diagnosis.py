@@ -161,11 +161,9 @@ def one_group_per_step() -> list[dict]:
     return rows
 
 
-def function_that_falls(*, reward_rises: bool) -> list[dict]:
-    rows = rows_from(1, 40)
+def with_falling_accuracy(rows: list[dict]) -> list[dict]:
     for row in rows:
-        row |= {"rewards/accuracy/mean": 0.6 - row["step"] / 100, "rewards/format/mean": 0.5}
-        row["reward"] = row["step"] / 40 if reward_rises else 0.5 + 0.1 * (row["step"] % 2)
+        row |= {"rewards/accuracy/mean": 0.7 - row["step"] / 100, "rewards/format/mean": 0.5}
     return rows
 
 
@@ -229,13 +227,13 @@ LOGS = {
         [],
     ),
     "accuracy falls": (
-        function_that_falls(reward_rises=True),
+        with_falling_accuracy(rows_from(1, 40)),
         0,
         {"`rewards/accuracy/mean` went": "look", "`rewards/format/mean` went": None, "Reward went": "healthy"},
-        ["`rewards/accuracy/mean` went from 0.575 to 0.215 while the reward rose.", "something other than correct"],
+        ["`rewards/accuracy/mean` went from 0.675 to 0.315 while the reward rose.", "something other than correct"],
     ),
     "accuracy falls, no reward rises": (
-        function_that_falls(reward_rises=False),
+        with_falling_accuracy(alternating_rewards()),
         0,
         {"`rewards/accuracy/mean` went": None},
         [],
