@@ -376,12 +376,12 @@ GRPO is TRL's with `loss_type="grpo"`; with a clip range of 1 or more, its wrong
 Truncated sampling is the same with a recomputed policy and TRL's `token_truncate` or `sequence_truncate`, with a cap
 of 2, whichever is better in its trials. TRL's default, which leaves out completions whose ratio is above 3, was not
 run. The other two forms weight whole completions by [bounds of their
-ratio](../../docs/reuse.md#topr-and-bounds-of-the-weight). Truncated REINFORCE has the weight of `sequence_truncate`;
-other than it, GRPO divides the push by the group's standard deviation, and each completion's sum by its own length.
-The two forms divide by the mean length.
+ratio](../../docs/reuse.md#topr-and-bounds-of-the-weight), and divide a sum over tokens by the mean length of
+completions. Truncated REINFORCE has the weight of `sequence_truncate`; unlike it, GRPO divides the push by the group's
+standard deviation, and each completion's sum by its own length.
 
-The setting is the best of all trials with both seeds. This was corrected before the first report, when GRPO's trials
-were finished: the plan in the module has the former way, whose choice was 3 points lower there.
+Of the settings that were tried with both seeds of tuning, the one with the best mean is chosen. The rule was corrected
+before the first report: its former choice for GRPO was 3 points lower in trials (plan).
 """
 
 
