@@ -127,6 +127,18 @@ def test_verifiers_without_tokens(tmp_path):
     assert of_completions(groups, "reward") == [[0.5, 2.5]] * 2
 
 
+def test_the_agents_of_an_episode_are_groups_of_their_own(tmp_path):
+    """Also where they were asked the same."""
+    rows = []
+    for reward in (0.0, 1.0):
+        row = episode("a", reward=reward)
+        (solver,) = row["traces"]
+        critic = {**solver, "agent": {**solver["agent"], "name": "critic"}, "rewards": {}}
+        rows.append({**row, "traces": [solver, critic]})
+    groups = load_rollouts(written(tmp_path, rows), 2)
+    assert of_completions(groups, "reward") == [[0.5, 2.5], [None, None]]
+
+
 def test_a_trace_of_verifiers_without_tokens_costs_itself_only(tmp_path, caplog):
     """As if the server had failed to return those of one turn."""
     lacking = [*NODES[:3], NODES[3] | WITHOUT_TOKENS]
