@@ -122,6 +122,20 @@ def test_tokens_of_nemo_gym_are_rows_where_they_continue_each_other(tmp_path):
         assert (row["completion_ids"], row["completion"]) == ([3, 4], "")
 
 
+def test_a_rollout_of_nemo_gym_without_tokens_is_left_out_beside_others_with_them(tmp_path):
+    tokens = {"prompt_token_ids": [1, 2], "generation_token_ids": [3], "generation_log_probs": [-0.5]}
+    outputs = [[wrote("right", **tokens)], [wrote("wrong")]]
+    rows = load_conversations(written(tmp_path, [rollout(output) for output in outputs]))
+    assert [row["completion_ids"] for row in rows] == [[3]]
+
+
+def test_tasks_of_nemo_gym_with_the_same_request_are_groups_of_their_own(tmp_path):
+    rows = [rollout([wrote("so")], task=task, reward=float(task)) for task in (0, 1, 0, 1)]
+    groups = load_rollouts(written(tmp_path, rows), 2)
+    rewards = [[row["reward"] for row in group] for group in groups[RECORDED]]
+    assert sorted(rewards) == [[0.0, 0.0], [1.0, 1.0]]
+
+
 def test_items_in_place_of_messages_and_an_input_with_its_output(tmp_path):
     rows = [{"input": "Guess!", "output": ANSWER, "instructions": "Play.", "reward": 1.0}]
     (row,) = load_conversations(written(tmp_path, rows))
