@@ -176,6 +176,18 @@ def test_a_pass_draws_whole_useful_groups_in_their_places():
     assert list(map(set, rollouts_of_groups.tolist())) == [{1, 3}, {1, 2}, {2, 3}, {3}]
 
 
+def test_draws_are_others_for_each_rollout_and_seed():
+    def drawn(rollout: int, seed: int) -> list[list[int]]:
+        """From which rollouts the first eight replaying passes take their completions."""
+        replay = buffer()
+        replay.seed = seed
+        return [replay.rows_of_pass(rollout, passed)["of"].tolist() for passed in range(1, 9)]
+
+    assert drawn(3, 0) == drawn(3, 0)
+    assert drawn(3, 0) != drawn(4, 0)
+    assert drawn(3, 0) != drawn(3, 1)
+
+
 def test_processes_draw_their_parts_of_one_pass():
     useful = [(1, 0, 1, 0), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 1, 0)]
     for passed in range(1, 20):
