@@ -312,6 +312,18 @@ def test_steps_of_art_do_not_join(tmp_path):
     assert answers == [["10", "11"], ["20", "21"]]
 
 
+def test_the_prompt_is_all_before_the_first_turn_that_is_trained(tmp_path):
+    """A greeting and a turn that is not to be trained on are part of it, and of its group."""
+    example = [{"role": "assistant", "content": "Hello."}, ASK, {**ANSWER, "trainable": False}]
+    question = {"role": "user", "content": "2+2="}
+    answers = [{"role": "assistant", "content": text} for text in ("4", "5")]
+    rows = [{"messages": [*example, question, answer], "reward": 1.0} for answer in answers]
+    groups = load_rollouts(written(tmp_path, rows), 2)
+    (prompt,) = groups["prompt"]
+    assert [turn["content"] for turn in prompt] == ["Hello.", "1+2=", "3", "2+2="]
+    assert of_completions(groups, "completion") == [[[answer] for answer in answers]]
+
+
 def test_conversations_of_a_task_become_one_group(tmp_path):
     turns = [("system", "Play."), ("user", "Game 1."), ("assistant", "3"), ("user", "higher"), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
