@@ -205,6 +205,12 @@ def test_completions_that_do_not_count_do_not_make_a_group_useful(tiny_model, tm
     assert list(trainer._replay.useful) == [[False, False, False, True]]
 
 
+def test_a_completion_that_does_not_count_leaves_the_group_of_others_useful():
+    replay = ReplayBuffer(max_staleness=1, num_generations=3, seed=0, process=0)
+    replay.add(rollout(0, 6), torch.tensor([torch.nan, -1.0, 1.0, 0.5, 0.5, torch.nan]))
+    assert list(replay.useful) == [[True, False]]
+
+
 def test_rollouts_that_cannot_be_replayed_are_rejected():
     replay = buffer()
     images = {**rollout(3, 8), "pixel_values": torch.zeros(8, 2), "num_images": [1] * 8}  # an environment's
