@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl import OPOConfig
-from opo_trl.resume.checkpoint import checksum, fault, last_complete, resolve
+from opo_trl.resume.checkpoint import checksum, draw_random_state, fault, last_complete, resolve
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +377,15 @@ def test_random_state_of_other_processes_depends_on_the_seed(copy: Path, tiny_mo
         return [*torch.rand(2).tolist(), *np.random.rand(2)]
 
     assert drawn(1, before=0) == drawn(1, before=1) != drawn(2, before=0)
+
+
+def test_random_states_that_are_drawn_differ_by_seed_step_and_process():
+    def drawn(seed: int, step: int, process: int) -> float:
+        draw_random_state(seed, step, process)
+        return torch.rand(1).item()
+
+    assert drawn(1, 2, 0) == drawn(1, 2, 0)
+    assert len({drawn(1, 2, 0), drawn(2, 2, 0), drawn(1, 3, 0), drawn(1, 2, 1)}) == 4
 
 
 def test_a_checkpoint_of_another_version_is_rejected(copy: Path, tiny_model: str):
