@@ -530,6 +530,13 @@ def test_rows_of_a_step_are_merged_and_of_a_step_that_comes_again_the_later_ones
     assert column(log, "step") == steps
 
 
+def test_the_share_of_groups_with_a_signal_is_that_of_those_without_one(tmp_path):
+    """prime-rl 0.8.0 logs the former; TRL the latter, which is judged."""
+    rows = rows_at(1, **{"effective_batch_size/all": 0.75})
+    (entry,) = entries(write_lines(tmp_path / "log.jsonl", rows))
+    assert entry["frac_reward_zero_std"] == 0.25
+
+
 def test_a_checkpoint_of_ours_is_judged_as_its_run_and_an_export_beside_it_is_not(tmp_path, capsys):
     write_json(tmp_path / "settings.json", {"max_staleness": 8})
     checkpoint = tmp_path / "checkpoint-8"
