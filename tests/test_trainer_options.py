@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from recording_trainers import logged, make_trainer, trained, without_times
 from scripted_rollouts import PROMPTS, Script, even_tokens
 from tiny import make_tokenizer
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
 from opo_trl.evaluate import evaluate
@@ -418,6 +419,13 @@ def test_tokens_that_the_models_generation_config_ends_forces_or_suppresses(tiny
     assert torch.isin(overridden, suppressed).any()
     batched = sampled_ids(tiny_model, tmp_path, asked_for, **CONTINUOUS)
     assert not torch.isin(batched, suppressed).any()
+
+
+def test_tokens_that_trl_suppresses_are_suppressed_beside_those_of_the_model():
+    """TRL suppresses the token of an image."""
+    model = SimpleNamespace(generation_config=GenerationConfig(suppress_tokens=[5, 3]))
+    config = sampling.closed(GenerationConfig(suppress_tokens=[9]), model)
+    assert config.suppress_tokens == [3, 5, 9]
 
 
 def test_what_the_user_sets_is_what_samples(tiny_model, tmp_path):
