@@ -30,7 +30,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
 from opo_trl import OPOConfig
+from opo_trl.data.prompt_ids import PROMPT_IDS
 from opo_trl.resume.checkpoint import checksum, draw_random_state, fault, last_complete, resolve
+from opo_trl.reuse.reading import RECORDED
 
 
 @pytest.fixture(scope="module")
@@ -444,3 +446,16 @@ def test_every_prompt_counts_in_the_checksum_of_the_data(place):
     whole = checksum(Dataset.from_dict({"prompt": prompts}))
     prompts[place] = "?"
     assert checksum(Dataset.from_dict({"prompt": prompts})) != whole
+
+
+def test_what_makes_a_rollout_counts_in_the_checksum_of_the_data():
+    """A column that only reward functions read may change, unless completions are recorded beside it."""
+
+    def of(**columns: list) -> str:
+        return checksum(Dataset.from_dict({"prompt": ["1+1=", "2+2="], **columns}))
+
+    assert of(solution=["2", "4"]) == of(solution=["2", "5"]) == of()
+    assert of(**{PROMPT_IDS: [[1], [2]]}) != of(**{PROMPT_IDS: [[1], [3]]})
+    recorded = [[{"completion": "2"}], [{"completion": "4"}]]
+    others = [[{"completion": "2"}], [{"completion": "5"}]]
+    assert of(**{RECORDED: recorded}) != of(**{RECORDED: others})
