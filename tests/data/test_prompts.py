@@ -6,9 +6,11 @@ from pathlib import Path
 import datasets
 import pytest
 from tiny import make_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from opo_trl.data import INSTRUCTION, drop_long_prompts, load_problems, to_prompts, without_overlap
-from opo_trl.data.prompts import Style
+from opo_trl.data.prompt_ids import PROMPT_IDS
+from opo_trl.data.prompts import Style, tokenize_prompts
 
 
 def make(*pairs: tuple[object, object]) -> datasets.Dataset:
@@ -61,6 +63,22 @@ class TestLongPrompts:
         assert f"1 of 2 rows are longer than max_prompt_length={longest - 1} tokens" in caplog.text
         with pytest.raises(ValueError, match="2 of 2 rows are longer than max_prompt_length=1 tokens"):
             drop_long_prompts(prompts, tokenizer, 1)
+
+    def test_a_token_at_the_beginning_is_counted_for_a_text_only(self):
+        """A chat template writes its own."""
+        tokenizer = make_tokenizer()
+        first = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+        )
+        (ids_of_text,) = tokenize_prompts(["ab"], tokenizer)
+        (ids_of_chat,) = tokenize_prompts([[{"role": "user", "content": "ab"}]], tokenizer)
+        assert (ids_of_text.count(first), len(ids_of_text)) == (1, 3)
+        assert ids_of_chat.count(first) == 2  # of the user's and the assistant's turn
+
+    def test_the_limit_counts_the_tokens_that_a_dataset_has(self):
+        prompts = datasets.Dataset.from_dict({"prompt": ["ab", "abcdef"], PROMPT_IDS: [[5] * 9, [5]]})
+        assert list(drop_long_prompts(prompts, make_tokenizer(), 5)["prompt"]) == ["abcdef"]
 
     def test_template_arguments_change_the_length(self):
         tokenizer = make_tokenizer()
