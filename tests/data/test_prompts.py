@@ -27,6 +27,10 @@ class TestPrompts:
         assert prompts["prompt"][:] == ["47+38-16=", " What?\n"]
         assert prompts["solution"][:] == ["85-16=69", "2"]
 
+    def test_an_empty_instruction_leaves_the_problem_as_it_is(self):
+        prompts = to_prompts(make(("1+1=", r"\boxed{2}")), instruction="")
+        assert prompts["prompt"][0] == [{"role": "user", "content": "1+1="}]
+
     def test_unusable_rows_are_counted_and_named(self, caplog: pytest.LogCaptureFixture):
         unusable = [("empty box", r"\boxed{}"), ("no box", "1"), ("  ", r"\boxed{1}"), ("no solution", None)]
         problems = make(("fine", r"\boxed{1}"), *unusable)
