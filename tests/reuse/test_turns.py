@@ -414,3 +414,26 @@ def test_spaces_of_a_turn_are_its_own_where_a_tokenizer_leaves_them_out_of_place
     assert (6, 6) in encoding["offset_mapping"]  # an empty place
     assert row.tokens(tokenizer) == expected
     assert expected["completion_mask"] == [1] * 7
+
+
+def test_a_turn_that_is_not_rendered_as_it_was_costs_itself_only():
+    """As the last one, the first turn has another role than its generation prompt; as context, it has the same."""
+    tokenizer = make_tokenizer()
+    role = "{{ 'model' if loop.last and m['content'] == '3' else m['role'] }}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{ m['role'] }}", role)
+    contents = {"user": ["1+2=", "2+2="], "assistant": ["3", "4"]}
+    messages = []
+    for place in range(2):
+        messages += [{"role": role, "content": texts[place]} for role, texts in contents.items()]
+    unfaithful, faithful = turns.rows(tokenizer, messages, None, {}, [tokenizer.eos_token_id])
+    assert "renders something else before a turn" in unfaithful.reason
+    assert faithful.reason is None
+    assert [faithful.text[start:end] for start, end in faithful.turns.values()] == ["4<|im_end|>"]
+
+
+def test_empty_thoughts_of_a_message_are_not_those_that_the_template_has_added():
+    thought = "<think>\n</think>"
+    row = turns.TurnRow(f"{thought}3", {1: (0, len(thought) + 1)})
+    question = {"role": "user", "content": "1+2="}
+    for content, n_added in (("3", 1), (f"{thought}3", 0)):
+        assert turns.n_added_thoughts(row, [question, {"role": "assistant", "content": content}]) == n_added
