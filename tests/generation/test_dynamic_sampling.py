@@ -126,6 +126,13 @@ def test_variance_is_that_of_the_valid_completions(tiny_model, tmp_path):
     assert metric(trainer, "dynamic_sampling/frac_without_spread") == [0.5]  # the further group has the same rewards
 
 
+def test_variance_is_that_of_the_weighted_rewards(tiny_model, tmp_path):
+    script = Script([(1.0, float(row)) for row in range(8)], functions=2)
+    trainer = make_trainer(tiny_model, tmp_path, script=script, max_sampling_rounds=2, reward_weights=[1.0, 0.0])
+    trainer.train()
+    assert metric(trainer, "dynamic_sampling/frac_without_spread") == [1.0]
+
+
 # Several processes
 
 
