@@ -180,6 +180,15 @@ def test_setting_of_a_rollout_changes_only_at_its_end(copy: Path, tiny_model: st
     assert metric(trainer, "step") == [1, 2, 3, 4]
 
 
+def test_a_setting_of_rollouts_does_not_change_while_earlier_ones_are_replayed(tiny_model: str, tmp_path: Path):
+    options = {"num_iterations": 2, "max_staleness": 1, "save_strategy": "steps", "save_steps": 2}
+    trained(tiny_model, tmp_path, max_steps=2, **options)  # to the end of a rollout
+    trainer = make_trainer(tiny_model, tmp_path, max_steps=4, temperature=0.5, **options)
+    message = r"was saved with earlier rollouts, and goes on with temperature=1\.0, .* or set `max_staleness` to 0\."
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint="last")
+
+
 def test_prompts_may_change_only_at_the_end_of_a_rollout(copy: Path, tiny_model: str, caplog):
     """As many others: their places are those of the former ones."""
     others = on_data(Dataset.from_dict({"prompt": [f"{prompt} " for prompt in PROMPTS]}))
