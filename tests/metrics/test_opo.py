@@ -6,7 +6,8 @@ import pytest
 import torch
 from objective_by_hand import f64
 
-from opo_trl.metrics.opo import ratio_ess, target_fit
+from opo_trl.metrics.opo import ratio_ess, rollout_metrics, target_fit
+from opo_trl.objective import Groups, Targets
 
 
 def displacement(form, log_ratio):
@@ -54,3 +55,13 @@ def test_effective_sample_size_of_ratios_is_a_share_of_the_samples_that_take_par
     assert ratio_ess(far_apart, both) == pytest.approx(0.5)
     of_none = ratio_ess(f64([1.0]), torch.tensor([False]))
     assert of_none.isnan()
+
+
+def test_a_group_without_a_valid_completion_counts_in_no_metric_of_a_rollout():
+    drive = f64([0.5, 0.0, 0.0, 0.0])
+    omega = f64([1.5, 0.5, 0.0, 0.0])
+    targets = Targets(drive, drive, f64(1.0), omega=omega, temperature=f64(2.0))
+    groups = Groups(drive, drive, torch.tensor([True, True, False, False]), num_generations=2)
+    metrics = rollout_metrics(targets, groups)
+    assert metrics["frac_zero_drive"] == 0.5
+    assert metrics["escort/ess"] == pytest.approx(2.0**2 / (1.5**2 + 0.5**2))
