@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import shutil
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import ClassVar
 
@@ -31,6 +32,7 @@ from trl.trainer.utils import RepeatSampler
 
 from opo_trl import OPOConfig
 from opo_trl.data.prompt_ids import PROMPT_IDS
+from opo_trl.metrics import unlogged
 from opo_trl.resume.checkpoint import checksum, draw_random_state, fault, last_complete, resolve
 from opo_trl.reuse.reading import RECORDED
 
@@ -468,3 +470,14 @@ def test_what_makes_a_rollout_counts_in_the_checksum_of_the_data():
     recorded = [[{"completion": "2"}], [{"completion": "4"}]]
     others = [[{"completion": "2"}], [{"completion": "5"}]]
     assert of(**{RECORDED: recorded}) != of(**{RECORDED: others})
+
+
+def test_what_is_not_logged_yet_goes_on_in_a_resumed_run():
+    rewards = defaultdict(deque, {"right": deque([1.0, 0.0])})
+    tables = {"prompt": deque(["a", "b"]), "rewards": rewards, "images": deque([object()])}
+    state = unlogged.state_of({"train": {"entropy": [0.5]}, "eval": {}}, tables)
+    metrics = {"train": {}, "eval": {}}
+    restored = {"prompt": deque(), "rewards": defaultdict(deque), "images": deque()}
+    unlogged.load(state, metrics, restored)
+    assert metrics == {"train": {"entropy": [0.5]}, "eval": {}}
+    assert restored == {**tables, "images": deque()}  # images cannot be saved
