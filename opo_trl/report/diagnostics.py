@@ -434,7 +434,7 @@ def _falling_functions(log: Sequence[Entry]) -> list[Verdict]:
             continue
         points = finite(log, metric)
         facts_of_metric = facts(values_of(points), [], math.nan)
-        if facts_of_metric["rise"] <= -1:
+        if facts_of_metric["rise"] <= -1 and _steps_of(points) >= _FEWEST_STEPS:
             change = "went from {first:.3g} to {last:.3g} while the reward rose.".format_map(facts_of_metric)
             verdicts.append(Verdict(metric, f"`{metric}` {change}", False, _REMEDY_OF_A_FALL, points))
     return verdicts

@@ -237,7 +237,7 @@ def _rewarded(
         return list(trajectories)
     best = max(rewards)
     least = best if min_reward is None else min_reward
-    if least <= 0 and min(rewards) == best:
+    if min_reward is None and min(rewards) == best <= 0:
         logger.warning(
             f"{source!r}: all {len(rewards):,} rewards are {best:g}, so trajectories that have failed would be taken "
             "as good examples. Set `min_reward` (`--min-reward`) above it to leave them out."

@@ -232,6 +232,12 @@ LOGS = {
         {"`rewards/accuracy/mean` went": "look", "`rewards/format/mean` went": None, "Reward went": "healthy"},
         ["`rewards/accuracy/mean` went from 0.675 to 0.315 while the reward rose.", "something other than correct"],
     ),
+    "accuracy falls in eight steps": (
+        with_falling_accuracy(rows_from(1, 8)),
+        0,
+        {"`rewards/accuracy/mean` went": None},
+        [],
+    ),
     "accuracy falls, no reward rises": (
         with_falling_accuracy(alternating_rewards()),
         0,

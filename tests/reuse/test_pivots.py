@@ -239,6 +239,8 @@ def test_a_warning_says_that_all_conversations_have_failed(tokenizer, tmp_path, 
     if warns:
         with pytest.raises(ValueError, match="no state"):
             to_pivots(source, tokenizer, min_reward=0.5)
+        to_pivots(source, tokenizer, min_reward=first)
+        assert "have failed" not in caplog.text
 
 
 def tasks_of(split: Dataset) -> set[str]:
