@@ -162,8 +162,10 @@ def one_group_per_step() -> list[dict]:
 
 
 def with_falling_accuracy(rows: list[dict]) -> list[dict]:
+    """Beside a format that stays, both with noise."""
     for row in rows:
-        row |= {"rewards/accuracy/mean": 0.7 - row["step"] / 100, "rewards/format/mean": 0.5}
+        noise = 0.2 * (row["step"] % 2)
+        row |= {"rewards/accuracy/mean": 0.7 + noise - row["step"] / 100, "rewards/format/mean": 0.5 + noise}
     return rows
 
 
@@ -230,7 +232,7 @@ LOGS = {
         with_falling_accuracy(rows_from(1, 40)),
         0,
         {"`rewards/accuracy/mean` went": "look", "`rewards/format/mean` went": None, "Reward went": "healthy"},
-        ["`rewards/accuracy/mean` went from 0.675 to 0.315 while the reward rose.", "something other than correct"],
+        ["`rewards/accuracy/mean` went from 0.775 to 0.415 while the reward rose.", "something other than correct"],
     ),
     "accuracy falls in eight steps": (
         with_falling_accuracy(rows_from(1, 8)),
